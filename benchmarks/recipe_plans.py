@@ -160,7 +160,8 @@ def costs_of(job: JobConfig, recipe: str, parameters: dict[str, int]) -> Costs:
 def planned(path: Path, models: Path, *, simulate: bool = True) -> dict[str, Any]:
     """The figures of one job file. Raises `ConfigError` for one that is not valid."""
     job = loaded(path, models)
-    shape, rank = job_memory(job, str(path))
+    shapes, rank = job_memory(job, str(path))
+    shape = shapes[TRAINED_MODEL]
     gpu = gpu_named("H100")
     assert gpu is not None
     found = figures(job, shape, rank, gpu)
@@ -177,7 +178,7 @@ def planned(path: Path, models: Path, *, simulate: bool = True) -> dict[str, Any
         row["fits_gib"] = round(row["fits_gib"] - sum(shares) * found["gpu"]["memory_bytes"] / GIB, 1)
     elif job.kind == "rl" and simulate:
         sizes = {
-            name: job_memory(job.model_copy(update={"model": use.folder}))[0].size
+            name: job_memory(job.model_copy(update={"model": use.folder}))[0][TRAINED_MODEL].size
             for name, use in models_of(job).items()
         }
         told = simulated(job, costs_of(job, path.parent.name, sizes), steps=STEPS)

@@ -52,6 +52,21 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
         shared = {name: getattr(task, name) for name in OF_TASK}
         return cls(is_chat=not isinstance(task.prompt, str), **shared, **given)
 
+    @classmethod
+    def of_episode(cls, task: Task, episode: Episode, blob: bytes) -> Self:
+        """Return the input of a reward: texts of the episode and ground truth of its task."""
+        header = episode.header
+        return cls.to(
+            task,
+            prompt=header.prompt_text,
+            response=header.response_text,
+            metadata=header.metadata,
+            response_tokens=episode.n_sampled,
+            truncated=bool(header.calls) and header.calls[-1].finish_reason == "length",
+            fault=header.fault,
+            blob=blob,
+        )
+
     @cached_property
     def spoken(self) -> str:
         """Return the response without its thoughts.

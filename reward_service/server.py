@@ -27,7 +27,7 @@ from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
 from areal_async.base.verdicts import Failure, Score, Verdict, kind_of
 from areal_async.config.reward_routing import RewardSpec
-from areal_async.rpc.client import Client
+from areal_async.rpc.client import Client, wait_out
 from areal_async.rpc.messages import Claim, ClaimedEpisode, EpisodeVerdict, PutVerdicts
 from areal_async.trajectory import TrajectoryError, unpack
 from reward_service import metrics
@@ -140,7 +140,7 @@ class RewardServer:
                     Claim(self._scorer, wanted, CLAIM_WAIT_MS, list(self._held))
                 )
             except (RpcTimeout, FaultError) as error:
-                await self._wait_out(error, "claim")
+                await wait_out(error, "claim", RETRY_PAUSE_S)
                 continue
             if claims.items:
                 record("claimed", claims=[[item.episode_id, item.claim_id] for item in claims.items])
@@ -178,7 +178,9 @@ class RewardServer:
             held.pending += len(episodes)
             self.pending += len(episodes)
             try:
-                inputs = [as_input(item, bytes(blob)) for item, blob in episodes]
+                inputs = [
+                    RewardInput.of_episode(item.task, unpack(blob), bytes(blob)) for item, blob in episodes
+                ]
             except TrajectoryError as error:
                 for item, blob in episodes:
                     self._end(held, item, len(blob), Failure("episode", str(error)), 0.0)
@@ -245,7 +247,7 @@ class RewardServer:
                     ack = await self._buffer.call(PutVerdicts(self._scorer, verdicts))
                     break
                 except (RpcTimeout, FaultError) as error:
-                    await self._wait_out(error, "verdicts")
+                    await wait_out(error, "verdicts", RETRY_PAUSE_S)
             refused = {refusal.item: refusal.reason for refusal in ack.refused}
             if recording():
                 taken = [[one.episode_id, one.claim_id] for one in verdicts if one.episode_id not in refused]
@@ -266,13 +268,6 @@ class RewardServer:
             if self.pending == 0:
                 self._idle.set()
 
-    async def _wait_out(self, error: RpcTimeout | FaultError, what: str) -> None:
-        """Pause after a passing error (the buffer is unavailable, busy, or restarts), and raise any other."""
-        if isinstance(error, FaultError) and error.kind in ("schema", "invalid", "fenced"):
-            raise error
-        log.warning("buffer does not answer", call=what, error=str(error))
-        await asyncio.sleep(RETRY_PAUSE_S)
-
 
 def _as_event(item: EpisodeVerdict) -> list[str | float | None]:
     score = item.verdict.value if isinstance(item.verdict, Score) else None
@@ -289,23 +284,6 @@ def _calls(
 
     for _, run in itertools.groupby(zip(items, blobs, strict=True), call):
         yield list(run)
-
-
-def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:
-    """Return the input of a reward: texts of the episode and ground truth of its task. Raises
-    `TrajectoryError`."""
-    episode = unpack(blob)
-    header = episode.header
-    return RewardInput.to(
-        item.task,
-        prompt=header.prompt_text,
-        response=header.response_text,
-        metadata=header.metadata,
-        response_tokens=episode.n_sampled,
-        truncated=bool(header.calls) and header.calls[-1].finish_reason == "length",
-        fault=header.fault,
-        blob=blob,
-    )
 
 
 def portion(waiting: Sequence[EpisodeVerdict]) -> int:

@@ -63,7 +63,7 @@ from rollout_service.process import (
 from rollout_service.replicas import ReplicaGone, ReplicaSet
 from rollout_service.statistics import ScoredSample, Statistics, component_means, statistics_of
 from rollout_service.worker.failures import run_episode
-from rollout_service.worker.weight_updates import SnapshotSource, acknowledge
+from rollout_service.worker.weight_updates import acknowledge
 from rollout_service.workflows import Context, PolicyEngine, Renderer, Workflow, workflow_of
 
 log = get_logger("evaluator")
@@ -169,7 +169,7 @@ class Evaluator:
     gateway: Gateway | None = None
     first_failure_ends: bool = False
     others: Sequence[Companion] = ()
-    on_verdict: Callable[[Task, int, RewardInput, Verdict], None] | None = None
+    on_verdict: Callable[[Task, int, RewardInput, Verdict], None] = lambda *_: None
     """Callback with each task, sample number, answer and verdict."""
     on_answered: Callable[[], None] = lambda: None
     begun_s: float = 0.0
@@ -205,9 +205,8 @@ class Evaluator:
             [answer.given for answer in answers], [answer.task for answer in answers]
         )
         judged = list(zip(answers, verdicts, strict=True))
-        if self.on_verdict is not None:
-            for answer, verdict in judged:
-                self.on_verdict(tasks[answer.task], answer.sample, answer.given, verdict)
+        for answer, verdict in judged:
+            self.on_verdict(tasks[answer.task], answer.sample, answer.given, verdict)
         scored = [(answer, verdict) for answer, verdict in judged if isinstance(verdict, Score)]
         self._asked = 0
         failures += [f"{kind_of(one)}: {message_of(one)}" for one in verdicts if not isinstance(one, Score)]
@@ -317,21 +316,7 @@ class Evaluator:
             task=number,
             sample=sample,
             text=str(header.metadata.get("answer", header.response_text)).strip(),
-            given=RewardInput(
-                prompt=header.prompt_text,
-                is_chat=not isinstance(task.prompt, str),
-                response=header.response_text,
-                ground_truth=task.ground_truth,
-                data_source=task.data_source,
-                ability=task.ability,
-                reward_style=task.reward_style,
-                extra_info=task.extra_info,
-                metadata=header.metadata,
-                response_tokens=episode.n_sampled,
-                truncated=bool(header.calls) and header.calls[-1].finish_reason == "length",
-                fault=header.fault,
-                blob=blob,
-            ),
+            given=RewardInput.of_episode(task, episode, blob),
         )
 
 
@@ -362,7 +347,7 @@ def prepare_evaluation(job: JobConfig) -> None:
 
 
 async def follow(
-    source: SnapshotSource,
+    source: Receiver,
     evaluator: Evaluator,
     tasks: Sequence[Task],
     run_log: RunRecords,
@@ -395,7 +380,7 @@ async def follow(
 
 
 async def _evaluate_one(
-    source: SnapshotSource,
+    source: Receiver,
     evaluator: Evaluator,
     tasks: Sequence[Task],
     run_log: RunRecords,

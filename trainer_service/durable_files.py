@@ -56,17 +56,12 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> FileEntry:
     return FileEntry(size, hasher.hexdigest())
 
 
-def hashed(path: Path) -> FileEntry:
-    """Hash a file on disk. Raises `OSError`."""
-    content = map_path(path)
-    return FileEntry(len(content), blake3(content, max_threads=blake3.AUTO).hexdigest())
-
-
 def hashed_in(folder: Path, name: str) -> FileEntry | None:
     """Hash the file `name` below `folder`. Returns None if it cannot be read or `name` leads out of the
     folder."""
     try:
-        return hashed(folder.joinpath(*parts_of(name)))
+        content = map_path(folder.joinpath(*parts_of(name)))
+        return FileEntry(len(content), blake3(content, max_threads=blake3.AUTO).hexdigest())
     except (OSError, NotBeneath):
         return None
 

@@ -31,7 +31,7 @@ from trainer_service.loop.from_files import FileTrainer
 from trainer_service.loop.learner import OBJECTIVE_FILE, load_backend
 from trainer_service.loop.rl import Beside, RlTrainer
 from trainer_service.loop.samples import StepSamples
-from trainer_service.publishing.publisher import Publisher, make_piece_writer, make_publisher
+from trainer_service.publishing.publisher import Publisher, make_publisher, root_of
 from trainer_service.publishing.writing import PieceWriter
 from trainer_service.ranks import GIVE_UP_S, Ranks, join_ranks, lost_peer
 from trainer_service.saved_states import TrainingRun, left_in_memory
@@ -165,7 +165,7 @@ def _rl(ctx: ServiceContext, training: TrainingRun, closing: ExitStack, whole: J
         # Keep the last snapshot, because a worker may still read it. The run's end removes it.
         closing.callback(made.close, remove=False)
     else:
-        publisher = make_piece_writer(ctx, tied=backend.tied, group=ranks.side())
+        publisher = PieceWriter(root_of(ctx), ranks.side(), tied=backend.tied)
         closing.callback(publisher.close)
     samples = None
     if run_log is not None:

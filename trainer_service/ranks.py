@@ -187,7 +187,7 @@ class Ranks:
         """Return collectives for one background thread, separate from the main thread's. All ranks make the
         same number of them in the same order."""
         if self.world == 1:
-            return SideGroup(0, 1, None)
+            return SideGroup()
         limit = timedelta(seconds=self.timeout_s)
         return SideGroup(self.rank, self.world, dist.new_group(backend="gloo", timeout=limit), self.hosts)
 
@@ -254,11 +254,11 @@ class SideGroup:
     """Collectives of bytes on a separate process group, for one background thread.
 
     All ranks make the same calls. On a single rank each call is the identity. Raises torch's error if a rank
-    does not come."""
+    does not come. Without arguments, it is the group of a single rank."""
 
-    rank: int
-    world: int
-    _group: Any
+    rank: int = 0
+    world: int = 1
+    _group: Any = None
     hosts: tuple[str, ...] = ()
     """See `Ranks.hosts`."""
 

@@ -13,6 +13,7 @@ from areal_async.weights.adapter import BaseWeights, adapter_config, write_merge
 from areal_async.weights.manifest import ADAPTER_CONFIG
 from areal_async.weights.pieces import whole_tensors
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
+from trainer_service.checkpoint_store import push_trained
 from trainer_service.durable_files import room_for, write_model
 from trainer_service.ranks import Ranks
 
@@ -45,11 +46,13 @@ def companions_of(
 
 def write_trained(out: Path, job: JobConfig, backend: TrainingBackend, ranks: Ranks, files: Files) -> None:
     """Write the trained model into the folder `out`: `model` by `write_whole`, and also `adapter`, in peft's
-    format, if adapters were trained. All ranks call it. Raises `DiskFull`."""
+    format, if adapters were trained. Both are pushed to the job's store. All ranks call it. Raises
+    `DiskFull`."""
     with room_for("the trained model", out):
         write_whole(out / MODEL_DIR, job, backend, files, ranks)
         if job.trainer.lora.rank:
             write_adapter(out / ADAPTER_DIR, job, backend, files, ranks)
+    ranks.on_first(lambda: push_trained(out, job))
 
 
 def write_adapter(folder: Path, job: JobConfig, backend: TrainingBackend, files: Files, ranks: Ranks) -> None:

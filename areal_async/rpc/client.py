@@ -33,6 +33,7 @@ from typing_extensions import Buffer
 
 from areal_async.base.addresses import Address
 from areal_async.base.errors import ArealError, EndpointError, FaultError, PeerGone, ProtocolError, RpcTimeout
+from areal_async.base.log import get_logger
 from areal_async.base.loop_thread import LoopThread
 from areal_async.base.retry import pause_s
 from areal_async.rpc import endpoints
@@ -53,9 +54,20 @@ SWEEP_S = 0.25
 RESEND_AFTER_S = 2.0
 FIRST_BACKOFF_S = 0.01
 LAST_BACKOFF_S = 1.0
+INCURABLE = ("schema", "invalid", "fenced")  # Kinds of faults that a retry cannot fix
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 T = TypeVar("T")
+log = get_logger("rpc")
+
+
+async def wait_out(error: RpcTimeout | FaultError, call: str, pause_s: float) -> None:
+    """Sleep if the error may pass, because the buffer is unavailable, busy or restarting. Otherwise raise
+    it."""
+    if isinstance(error, FaultError) and error.kind in INCURABLE:
+        raise error
+    log.warning("buffer does not answer", call=call, error=str(error))
+    await asyncio.sleep(pause_s)
 
 
 class _Link(Enum):

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from areal_async.base.log import get_logger
 from areal_async.base.verdicts import Failure, Verdict
 from reward_service.backends import Call, OnVerdicts, inputs_of
+from reward_service.pool.queue import MAX_QUEUED
 from reward_service.sdk import RewardLoadError
 
 log = get_logger("reward")
-
-MAX_QUEUED = 8192
 
 
 class QueuedBackend:

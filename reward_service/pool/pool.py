@@ -124,14 +124,10 @@ class WorkerPool:
                 continue
             while self._queue.full and self._open():
                 self._queue.room.clear()
-                self._dispatch()
+                self.dispatch()
                 await self._queue.room.wait()
-            call = QueuedCall(reward, index, payloads, on_verdicts)
-            if self._open():
-                self._queue.push(call)
-            else:
-                self._refuse(call)
-        self._dispatch()
+            self._push(QueuedCall(reward, index, payloads, on_verdicts))
+        self.dispatch()
 
     async def close(self) -> None:
         """Kill every worker's group, give every waiting call its verdicts, and reap. A repeated call is
@@ -151,9 +147,6 @@ class WorkerPool:
 
     # --- what the workers tell -----------------------------------------------------------------------
 
-    def on_ready(self) -> None:
-        self._dispatch()
-
     def on_finished(self, slot: WorkerSlot, done: FinishedUnit) -> None:
         unit = slot.running
         if unit is None or unit.number != done.unit:
@@ -169,7 +162,7 @@ class WorkerPool:
             each = [done.verdicts] if len(calls) == 1 else [[verdict] for verdict in done.verdicts]
             for call, verdicts in zip(calls, each, strict=True):
                 call.on_verdicts(call.index, verdicts, done.elapsed_ms / len(calls))
-        self._dispatch()
+        self.dispatch()
 
     def on_lost(self, slot: WorkerSlot, cause: str) -> None:
         """Handle the end of a process, after its last report: its running call gets its verdicts."""
@@ -186,7 +179,7 @@ class WorkerPool:
                 (call,), limit_ms = unit.calls, round(spec.timeout_s * 1000)
                 verdict: Verdict = Timeout(limit_ms) if slot.overdue else Failure("process_died", cause)
                 call.on_verdicts(call.index, [verdict] * len(call.payloads), elapsed_s * 1000)
-        self._dispatch()
+        self.dispatch()
 
     def on_hopeless(self, message: str) -> None:
         """Break the pool: a reward cannot be loaded, or no worker keeps running."""
@@ -197,7 +190,7 @@ class WorkerPool:
 
     # --- calls ---------------------------------------------------------------------------------------
 
-    def _dispatch(self) -> None:
+    def dispatch(self) -> None:
         """Give queued calls to free workers."""
         while ready := [slot for slot in self._workers.slots if slot.ready and slot.running is None]:
             unit = self._queue.take(next(self._unit_numbers), len(ready))
@@ -211,12 +204,12 @@ class WorkerPool:
         """Run each call by itself after one of them made a joint invocation fail."""
         for call in reversed(calls):
             call.single = True
-            self._again(call)
+            self._push(call, front=True)
 
-    def _again(self, call: QueuedCall) -> None:
-        """Requeue a call that a worker had, before calls that no worker has had."""
+    def _push(self, call: QueuedCall, *, front: bool = False) -> None:
+        """Queue a call, with `front` before calls that no worker has had."""
         if self._open():
-            self._queue.push(call, front=True)
+            self._queue.push(call, front=front)
         else:
             self._refuse(call)
 

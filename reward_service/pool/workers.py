@@ -80,7 +80,7 @@ class WorkerSlot:
 class PoolOwner(Protocol):
     """The pool's interface for its workers."""
 
-    def on_ready(self) -> None: ...
+    def dispatch(self) -> None: ...
     def on_finished(self, slot: WorkerSlot, done: FinishedUnit) -> None: ...
     def on_lost(self, slot: WorkerSlot, cause: str) -> None: ...
     def on_hopeless(self, message: str) -> None: ...
@@ -185,7 +185,7 @@ class Workers:
         for reward in self._rewards.values():
             reward.loaded_once = True
         self.changed.set()
-        self._owner.on_ready()
+        self._owner.dispatch()
 
     def _not_loaded(self, slot: WorkerSlot, reward: PooledReward, message: str) -> None:
         if slot.doomed:

@@ -9,7 +9,6 @@ Promises: `run` returns within the limit by the clock plus the time to make and 
 process of the program is left, and with isolation no file. Every outcome has the isolation level.
 """
 
-from reward_service.sandbox.program import LINK_FD as LINK_FD
 from reward_service.sandbox.program import Overloaded as Overloaded
 from reward_service.sandbox.program import Program as Program
 from reward_service.sandbox.program import PythonMissing as PythonMissing

@@ -152,6 +152,11 @@ class Confinement(NamedTuple):
 
     level: Level
     guards: tuple[str, ...] = ()
+    """Parts of the confinement.
+
+    They are namespaces (`user`, `pid`, `mount`, `net`, `ipc`, `uts`, `cgroup`), a separate user (`uid`),
+    `seccomp`, the memory limit (`memory group` or `memory sum`) and `bubblewrap`.
+    """
     uid_base: int | None = None  # first uid of programs; None: programs run as the service's user
     proc: bool = True  # whether a jail has a `/proc`; some containers refuse it
 

@@ -56,13 +56,6 @@ def open_to_all(path: str) -> bool:
     return all(part.stat().st_mode & 0o001 for part in (real, *real.parents))
 
 
-def _prefix(path: str) -> tuple[str, ...]:
-    """Return the folder to show in a jail for a program outside the system folders."""
-    if path.startswith(("/usr/", "/bin/", "/lib")):
-        return ()
-    return (str(Path(path).parents[1]),)
-
-
 @functools.cache
 def python(for_others: bool = False, environment: str = "") -> Interpreter:
     """Return the Python of programs. Raises `PythonMissing` with the fix.
@@ -93,7 +86,7 @@ def python(for_others: bool = False, environment: str = "") -> Interpreter:
         packages = _offered(for_others)
     return Interpreter(
         (path, "-s", "-B", SOURCE),
-        binds=_prefix(path),
+        binds=() if path.startswith(("/usr/", "/bin/", "/lib")) else (str(Path(path).parents[1]),),
         env={"PYTHONHASHSEED": "0", **THREADS},
         packages=tuple(packages),
     )

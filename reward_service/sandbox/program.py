@@ -27,7 +27,6 @@ EndKind = Literal[
     "ended",
     "clock",
 ]
-LINK_FD = 3  # descriptor of the link to the other program of a pair
 
 
 class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,9 +41,7 @@ class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
     It is the caller's limit. A run that ends by it (`clock`) proves nothing about the program.
     """
     memory_mb: int = 512
-    """Memory of all processes together, and with `address_space` the address space of each."""
-    address_space: bool = True
-    """Whether to limit the address space. Programs that reserve far more than they use need False."""
+    """Memory of all processes together. It also limits the address space of each."""
     processes: int = 16  # threads count
     files_mb: int = 32  # size of all files in memory together (isolated), and of each file
     files: int = 512  # Number of files and folders (isolated)
@@ -103,12 +100,6 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     poll.
     """
     level: Level = "none"
-    guards: tuple[str, ...] = ()
-    """Parts of the confinement.
-
-    They are namespaces (`user`, `pid`, `mount`, `net`, `ipc`, `uts`, `cgroup`), a separate user (`uid`),
-    `seccomp`, the memory limit (`memory group` or `memory sum`), `bubblewrap` and `remote`.
-    """
 
     @property
     def ok(self) -> bool:

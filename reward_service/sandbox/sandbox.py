@@ -79,7 +79,7 @@ class Sandbox:
     def run_pair(self, tests: Program, program: Program) -> tuple[RunOutcome, RunOutcome]:
         """Run both at once, each in its own jail with its own limits.
 
-        A stream of bytes in both directions joins them. Each finds it as its descriptor `LINK_FD`. They share
+        A stream of bytes in both directions joins them. Each finds it as its descriptor 3. They share
         nothing else. The time of `program` (`wall_s`) excludes the tests' computing and waiting. When `tests`
         ends, `program` is ended at once. When `program` ends, `tests` reads the end of the stream and may
         finish. Raises the errors of `run`.
@@ -144,7 +144,7 @@ class Sandbox:
             kind, status = ending(run["kind"], run["status"])
             printed = {name: read(run[name]) for name in ("stdout", "stderr")}
             told: dict[str, Any] = {**run, **printed, "kind": kind, "status": status}
-            outcomes.append(RunOutcome(**told, level=self.level, guards=self.guards))
+            outcomes.append(RunOutcome(**told, level=self.level))
         return outcomes
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from pydantic import ValidationError
 from areal_async.base.verdicts import Failure, FaultOf
 from areal_async.config.base import Section
 from reward_service.checking import describe
-from reward_service.sdk import Abstain, RewardLoadError, Scope, reward
+from reward_service.sdk import Abstain, RewardLoadError, reward
 
 A = TypeVar("A", bound=Section)
 Judge = Callable[[Any, A], Any]
@@ -43,7 +43,6 @@ def verifier(
     arguments: type[A],
     *,
     prepare: Callable[[A], None] | None = None,
-    scope: Scope = "episode",
     needs_truth: bool = False,
 ) -> Callable[[Judge[A]], Callable[..., Any]]:
     """Make `judge(given, arguments)` a built-in reward with the call `judge(given, **arguments)`.
@@ -94,7 +93,7 @@ def verifier(
             setattr(judged, name, getattr(judge, name))
         judged.preload = preload  # type: ignore[attr-defined]
         judged.needs_truth = needs_truth  # type: ignore[attr-defined]
-        return reward(scope=scope, arguments=arguments)(judged)
+        return reward(arguments=arguments)(judged)
 
     return made
 

@@ -100,11 +100,6 @@ class Session:
         """Number of calls recorded in the episode."""
         return self._record.calls
 
-    @property
-    def running(self) -> int:
-        """Answers being sampled or sent to the agent."""
-        return sum(call.asked.n for call in self.open.values())
-
     def opening(self, forget: Sequence[int] = ()) -> OpenSession:
         sampling = {policy: each.sampling for policy, each in self._episode.engines.items()}
         return OpenSession(self.digest, self._record.episode, sampling, list(forget))

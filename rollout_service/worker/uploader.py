@@ -19,7 +19,7 @@ from typing import Any
 from areal_async.base.errors import FaultError, RpcTimeout
 from areal_async.base.events import failpoint, record
 from areal_async.base.log import get_logger
-from areal_async.rpc.client import Client
+from areal_async.rpc.client import Client, wait_out
 from areal_async.rpc.messages import PutAck, PutEpisodes, Release
 from rollout_service import metrics
 
@@ -28,16 +28,6 @@ log = get_logger("rollout")
 MAX_PUTS = 4  # Most messages with episodes in flight
 RELEASE_LIMIT_S = 1.0
 IDLE_WAIT_S = 1.0  # Longest wait of a loop without a wake-up
-INCURABLE = ("schema", "invalid", "fenced")  # Kinds of faults that a retry cannot fix
-
-
-async def wait_out(error: RpcTimeout | FaultError, call: str, pause_s: float) -> None:
-    """Sleep if the error may pass, because the buffer is unavailable, busy or restarting. Otherwise raise
-    it."""
-    if isinstance(error, FaultError) and error.kind in INCURABLE:
-        raise error
-    log.warning("buffer does not answer", call=call, error=str(error))
-    await asyncio.sleep(pause_s)
 
 
 async def first_of(

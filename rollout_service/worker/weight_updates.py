@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
-from typing import Protocol
 
 from areal_async.base.errors import FaultError, RpcTimeout, SnapshotError
 from areal_async.base.log import get_logger
 from areal_async.base.versions import VersionTag
-from areal_async.rpc.weights_messages import NoNews, SnapshotNotice
+from areal_async.rpc.client import INCURABLE
+from areal_async.rpc.weights_messages import SnapshotNotice
+from areal_async.weights.receiver import Receiver
 from rollout_service import metrics
 from rollout_service.engines.base import EngineError, Weights
 from rollout_service.replicas import ReplicaSet
-from rollout_service.worker.uploader import INCURABLE
 
 log = get_logger("updates")
 
@@ -28,22 +28,12 @@ RETRY_PAUSE_S = 0.5
 FINISHED_PAUSE_S = 2.0
 
 
-class SnapshotSource(Protocol):
-    """The part of `areal_async.weights.receiver.Receiver` used here."""
-
-    async def next(self, after: VersionTag | None, wait_ms: int = 0) -> SnapshotNotice | NoNews: ...
-
-    async def open(self, notice: SnapshotNotice) -> Weights: ...
-
-    async def ack(self, tag: VersionTag, stall_ms: float = 0.0, error: str = "") -> None: ...
-
-
 @dataclass(eq=False)
 class WeightUpdates:
     """Updater of a worker's engines to the newest weights. `on_change` is called after each update, on the
     event loop."""
 
-    source: SnapshotSource
+    source: Receiver
     engine: ReplicaSet
     on_change: Callable[[], None] = lambda: None
     retry_pause_s: float = RETRY_PAUSE_S
@@ -112,9 +102,7 @@ class WeightUpdates:
         await acknowledge(self.source, tag, stall_ms=1e3 * stall.total_s)
 
 
-async def acknowledge(
-    source: SnapshotSource, tag: VersionTag, *, stall_ms: float = 0.0, error: str = ""
-) -> None:
+async def acknowledge(source: Receiver, tag: VersionTag, *, stall_ms: float = 0.0, error: str = "") -> None:
     """Tell the publisher that a snapshot is no longer needed. If the message is lost, the snapshot's files
     only stay a little longer."""
     try:

@@ -39,7 +39,7 @@ from areal_async.base.versions import VersionTag
 from areal_async.config.job import JobConfig
 from areal_async.config.routes import replays
 from areal_async.rpc.board import board
-from areal_async.rpc.client import Client
+from areal_async.rpc.client import Client, wait_out
 from areal_async.rpc.messages import Drain, Heartbeat, Lease, LeasedGroup, Leases
 from areal_async.trajectory import EpisodeBuilder, pack_routes
 from rollout_service import metrics
@@ -54,7 +54,7 @@ from rollout_service.worker.failures import (
     is_its_own,
     run_episode,
 )
-from rollout_service.worker.uploader import IDLE_WAIT_S, Uploader, first_of, wait_out
+from rollout_service.worker.uploader import IDLE_WAIT_S, Uploader, first_of
 from rollout_service.workflows import Context, PolicyEngine, Workflow
 
 log = get_logger("rollout")

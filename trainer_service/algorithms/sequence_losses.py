@@ -139,11 +139,16 @@ class SequenceLoss:
     """Whether the loss compares with a reference."""
     zeroed: bool = False
     """Whether the loss needs z₀: the gains of answers after other prompts."""
-    reward: Callable[[Sequences], Tensor] = lambda given: given.s
-    """Function that returns the reward of each sequence: f64 [N]."""
+    per_unit: bool = False
+    """Whether the reward of a sequence is a mean over its units."""
 
     def __call__(self, given: Sequences) -> Tensor:
         return self.function(given, **self.arguments)
+
+    def reward(self, given: Sequences) -> Tensor:
+        """Return the reward of each sequence: f64 [N]."""
+        total = given.gain if self.referred else given.s
+        return total / given.length if self.per_unit else total
 
     def right(self, given: Sequences) -> Tensor:
         """Return f64 [m]: 1 for each correctly ordered comparison, 0 for a wrong one, ½ for a tie.
@@ -175,26 +180,14 @@ class SequenceLoss:
         return float(chosen.mean() - rejected.mean()) if len(chosen) and len(rejected) else None
 
 
-def per_unit(given: Sequences) -> Tensor:
-    return given.s / given.length
-
-
-def gain(given: Sequences) -> Tensor:
-    return given.gain
-
-
-def gain_per_unit(given: Sequences) -> Tensor:
-    return given.gain / given.length
-
-
 LOSSES: Mapping[str, SequenceLoss] = {
     "token": SequenceLoss(sft_token, paired=False),
     "sequence": SequenceLoss(sft_sequence, paired=False),
-    "dpo": SequenceLoss(dpo, referred=True, reward=gain),
-    "ipo": SequenceLoss(ipo, referred=True, reward=gain_per_unit),
-    "hinge": SequenceLoss(hinge, referred=True, reward=gain),
-    "orpo": SequenceLoss(orpo, reward=per_unit),
-    "kto": SequenceLoss(kto, referred=True, zeroed=True, paired=False, reward=gain),
+    "dpo": SequenceLoss(dpo, referred=True),
+    "ipo": SequenceLoss(ipo, referred=True, per_unit=True),
+    "hinge": SequenceLoss(hinge, referred=True),
+    "orpo": SequenceLoss(orpo, per_unit=True),
+    "kto": SequenceLoss(kto, referred=True, zeroed=True, paired=False),
     "bradley_terry": SequenceLoss(bradley_terry, column="score"),
     "regression": SequenceLoss(regression, column="score", paired=False),
 }

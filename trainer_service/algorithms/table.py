@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,16 +27,11 @@ from areal_async.rpc.messages import BatchEpisode
 from areal_async.trajectory.builder import anchor_of
 from trainer_service.errors import ObjectiveError
 
+if TYPE_CHECKING:
+    from trainer_service.ranks import Ranks
+
 ROUNDING = 1e-10
 """Largest relative rounding error in the mean of millions of equal values."""
-
-
-class Collectives(Protocol):
-    """The collectives that a table needs. All ranks make the same calls."""
-
-    def sum(self, tensor: Tensor) -> None: ...
-
-    def concatenate(self, columns: NDArray[Any]) -> NDArray[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -173,7 +168,7 @@ class UnitTable:
     episodes: EpisodeTable
     segments: SegmentTable | None = None
     """Table of the segments. None unless a part of the objective uses segments, agents or turns."""
-    ranks: Collectives | None = field(default=None, repr=False)
+    ranks: Ranks | None = field(default=None, repr=False)
     """Collectives; None for a micro-batch, which is only a part of the step."""
 
     def __len__(self) -> int:
@@ -285,7 +280,7 @@ class UnitTable:
         return sums
 
     @property
-    def _ranks(self) -> Collectives:
+    def _ranks(self) -> Ranks:
         if self.ranks is None:
             raise ObjectiveError(
                 'a part sums over the whole step, but is given one micro-batch: let it declare of="step".'

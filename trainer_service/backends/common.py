@@ -19,7 +19,7 @@ from areal_async.config.parallel import RankGrid
 from areal_async.models.files import ONE_FILE, weight_files
 from areal_async.weights.names import NamesMismatch
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse, learning_rate
-from trainer_service.backends.fsdp.shards import write_tensors
+from trainer_service.backends.fsdp.shards import HostCopies, write_tensors
 from trainer_service.durable_files import FileEntry
 from trainer_service.errors import CheckpointError, DivergenceError, GradientNotFinite, ModelError
 from trainer_service.ranks import Ranks
@@ -173,6 +173,7 @@ class NamedModels(Generic[M]):
 
     _models: dict[str, M]
     _ranks: Ranks
+    _copies: HostCopies
 
     @property
     def updates(self) -> dict[str, int]:
@@ -182,6 +183,24 @@ class NamedModels(Generic[M]):
         for model in self._models.values():
             model.load(folder, updates)
         read_random_state(folder, self._ranks.rank)
+
+    def prepare_save(self) -> None:
+        models = self._models.values()
+        self._copies.prepare({kind: values for model in models for kind, values in model.memory.items()})
+
+    def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
+        states = [(model, model.state) for model in self._models.values()]
+        copies = self._copies.fill({kind: state[kind] for _, state in states for kind in state})
+        random_state = {"cpu": torch.get_rng_state()}
+
+        def write() -> Mapping[str, FileEntry]:
+            written = write_tensors(folder / random_state_file(self._ranks.rank), random_state, {})
+            for model, state in states:
+                for kind in state:
+                    written |= model.write(folder, kind, copies[kind])
+            return written
+
+        return write
 
     def gradient_norm(self, model: str = TRAINED_MODEL) -> float:
         return float(self._models[model].gradient_norm())
@@ -194,12 +213,6 @@ class NamedModels(Generic[M]):
 
     def follow(self, model: str, source: str, share: float) -> None:
         self._models[model].follow(self._models[source], share)
-
-
-def random_state_writer(folder: Path, rank: int) -> Callable[[], dict[str, FileEntry]]:
-    """Copy this rank's random state, and return a function that writes the copy into `folder`."""
-    state = torch.get_rng_state()
-    return lambda: write_tensors(folder / random_state_file(rank), {"cpu": state}, {})
 
 
 def read_random_state(folder: Path, rank: int) -> None:

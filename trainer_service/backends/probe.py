@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_async.models.files import unknown_arguments
-from trainer_service.backends.base import Columns, ModelHead
+from trainer_service.backends.base import LOGP, Columns, ModelHead, Names
 from trainer_service.data.rows import TrainingRow, row_of
 from trainer_service.errors import ModelError, UnfitModel
 from trainer_service.ranks import Ranks
@@ -30,6 +30,8 @@ BOUND = 1e-4
 """Largest difference of a log-prob in nats, and of a value relative to the largest value."""
 WINDOW = 4
 """Number of tokens in a window of the probe."""
+PROBED: dict[ModelHead, Names] = {"tokens": LOGP, "value": ("score",), "both": ("logp", "value")}
+"""Columns of `backends.base` that the probe compares, by the head of the model."""
 LENGTHS, SHARED = (11, 9, 9, 9), 6
 """Number of tokens in each row, and the length of the prefix that the first two rows share."""
 
@@ -50,11 +52,6 @@ def probe_rows(config: Any) -> list[TrainingRow]:
         assert row is not None
         rows.append(replace(row, shared=SHARED if number == 1 else 0))
     return rows
-
-
-def columns_to_probe(head: ModelHead) -> tuple[str, ...]:
-    """Return the columns of `backends.base` that the probe compares."""
-    return {"tokens": ("logp",), "value": ("score",), "both": ("logp", "value")}[head]
 
 
 def with_short_windows(config: Any) -> Any:

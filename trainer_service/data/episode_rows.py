@@ -92,7 +92,7 @@ def rows_of_episodes(
     whole: list[Row] = []
     temperatures: list[Temperature] = []
     for item in items:
-        episode = _read(item.blob, item.entry, policy)
+        episode = read_episode(item.blob, item.entry, policy)
         if mixture is not None:
             episode = routed(episode, item.routes, mixture)
         episodes[item.index] = episode
@@ -147,7 +147,7 @@ def cut_off(segments: Segments) -> bool:
     return bool(len(flagged) and segments.flags[flagged[-1]] & SegmentFlag.TRUNCATED)
 
 
-def _read(blob: Any, entry: BatchEpisode, policy: str) -> Episode:
+def read_episode(blob: Any, entry: BatchEpisode, policy: str) -> Episode:
     """Return the episode of a blob. Raises `BatchError` if it does not match the manifest, and
     `UntrainableEpisode` if its units were not sampled from the trained policy's distribution."""
     try:
@@ -155,11 +155,12 @@ def _read(blob: Any, entry: BatchEpisode, policy: str) -> Episode:
     except TrajectoryError as error:
         raise BatchError(f"episode {entry.episode_id} cannot be read: {error}") from error
     held = episode.versions.get(policy, NO_VERSIONS)
-    found = (episode.episode_id, episode.n_sampled, held.oldest, held.newest)
-    named = (entry.episode_id, entry.n_sampled, entry.min_version, entry.max_version)
+    found = (episode.episode_id, episode.n_units, episode.n_sampled, held.oldest, held.newest)
+    named = (entry.episode_id, entry.n_units, entry.n_sampled, entry.min_version, entry.max_version)
     if found != named:
         raise BatchError(
-            f"the batch names episode, sampled units and versions {named}, but the bytes fetched hold {found}"
+            f"the batch names episode, units, sampled units and versions {named}, but the bytes fetched hold "
+            f"{found}"
         )
     if why := untrainable(episode):
         raise UntrainableEpisode(
@@ -275,8 +276,6 @@ def call_temperatures(episode: Episode, policy: str) -> Temperature:
 
     It is 0 for a greedy call, whose units are context. Calls of other policies are context too."""
     header = episode.header
-    if len(header.calls) == 1 and header.policies == [policy]:
-        return float(header.calls[0].sampling.temperature)
     by_segment = {
         call.segment: call.sampling.temperature
         for call in header.calls

@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 
 from areal_async.base.own_files import write_whole
-from areal_async.rpc.messages import Batch, BatchEpisode
-from areal_async.trajectory import TrajectoryError, seen_by, unpack
-from trainer_service.data.episode_rows import NO_VERSIONS
+from areal_async.rpc.messages import Batch
+from trainer_service.data.episode_rows import read_episode
 from trainer_service.durable_files import WithSchema, room_for
 from trainer_service.errors import BatchError
 
@@ -97,21 +96,11 @@ class Recording:
         found = read_step(self._root, step)
         for group in found.batch.groups:
             for entry in group.episodes:
-                _verify(found.batch, entry, found.blobs[entry.episode_id])
+                try:
+                    read_episode(found.blobs[entry.episode_id], entry, found.batch.policy)
+                except BatchError as error:
+                    raise BatchError(f"the recording of step {step} is damaged: {error}") from error
         return found
-
-
-def _verify(batch: Batch, entry: BatchEpisode, blob: bytes) -> None:
-    damaged = f"the recording of step {batch.step} is damaged:"
-    try:
-        found = seen_by(unpack(blob), batch.policy)
-    except TrajectoryError as error:
-        raise BatchError(f"{damaged} episode {entry.episode_id}: {error}") from error
-    versions = found.versions.get(batch.policy, NO_VERSIONS)
-    named = (entry.episode_id, entry.n_units, entry.n_sampled, entry.min_version, entry.max_version)
-    held = (found.episode_id, found.n_units, found.n_sampled, versions.oldest, versions.newest)
-    if named != held:
-        raise BatchError(f"{damaged} its manifest says {named} of an episode that is {held}")
 
 
 def read_step(root: str | Path, step: int) -> RecordedStep:

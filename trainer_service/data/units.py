@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer_service.algorithms.table import (
-    Collectives,
     EpisodeTable,
     SegmentTable,
     UnitTable,
@@ -19,6 +18,7 @@ from trainer_service.algorithms.table import (
     keys,
 )
 from trainer_service.data.rows import PLACES, TrainingRow, joined
+from trainer_service.ranks import Ranks
 
 Array = NDArray[Any]
 
@@ -26,7 +26,7 @@ Array = NDArray[Any]
 def build_units(
     rows: Sequence[TrainingRow],
     episodes: EpisodeTable,
-    ranks: Collectives,
+    ranks: Ranks,
     *,
     device: torch.device | str = "cpu",
     with_segments: bool = False,
@@ -85,7 +85,7 @@ def _segments(
     reward: Array,
     own: Array,
     episodes: EpisodeTable,
-    ranks: Collectives,
+    ranks: Ranks,
 ) -> tuple[SegmentTable, Array]:
     """Return the segments of all ranks, and i64 [U]: the segment of each unit of this rank. A segment is
     within one row, so it comes from one rank."""

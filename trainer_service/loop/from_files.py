@@ -24,7 +24,6 @@ from areal_async.models.prompts import with_template_args
 from trainer_service import metrics
 from trainer_service.backends.base import learning_rate_of
 from trainer_service.checkpoint import Checkpoint, TrainerState
-from trainer_service.checkpoint_store import push_trained
 from trainer_service.data.flops import load_row_cost
 from trainer_service.data.lessons import Lesson, load_tokenizer, read_lessons
 from trainer_service.durable_files import companion_files
@@ -64,7 +63,9 @@ class FileTrainer:
         begun = step = restored.manifest.step if restored is not None else 0
         if self._loss.referred and not self._refer(begun):
             return False
-        self._restore(restored)
+        if restored is not None:
+            self._backend.load(restored.folder, restored.manifest.updates)
+            self._states.went_on_from(restored)
         self._backend.prepare_save()
         every = self._job.training.evaluate_every
         measures = self.measure() if step % every == 0 else {}
@@ -112,7 +113,6 @@ class FileTrainer:
         files = companion_files(job.model, job.trainer.dtype, values=job.kind == "reward_model")
         with busy("export"):
             write_trained(self._run_dir, job, self._backend, self._ranks, files)
-            self._ranks.on_first(lambda: push_trained(self._run_dir, job))
 
     def _refer(self, begun: int) -> bool:
         """Compute the reference's numbers with the initial model. Returns False if asked to stop meanwhile.
@@ -143,11 +143,6 @@ class FileTrainer:
             sums = self._sequences.sums(rows, np.repeat(np.arange(len(lessons)), each))
             found: list[list[float]] = sums.view(-1, each).tolist()
             return found
-
-    def _restore(self, restored: Checkpoint | None) -> None:
-        if restored is not None:
-            self._backend.load(restored.folder, restored.manifest.updates)
-            self._states.went_on_from(restored)
 
     def _leave(self, place: Place, step: int) -> None:
         self._states.leave(place, TrainerState(step, 0, self._backend.updates, self._backend.save))

@@ -64,11 +64,11 @@ class Learner:
         """Raises `ObjectiveError` or `PartError` if the objective cannot be trained. Raises `ModelError` if
         the job replays routes and the model's routes cannot be replayed."""
         self._job, self._ranks, self._backend = job, ranks, backend
-        self._objective = Objective(job.trainer.objective, job, minibatches=job.trainer.minibatches)
+        self.objective = Objective(job.trainer.objective, job, minibatches=job.trainer.minibatches)
         self._has_reference = REFERENCE in models_of(job)
         self._check = check
         self._teacher: TeacherServers | None = None
-        if "teacher" in self._objective.columns and job.trainer.teacher.urls:
+        if "teacher" in self.objective.columns and job.trainer.teacher.urls:
             from trainer_service.teacher import TeacherServers  # an HTTP client, which no other job needs
 
             self._teacher = TeacherServers(job.trainer.teacher)
@@ -84,7 +84,7 @@ class Learner:
                 minibatches=self._job.trainer.minibatches,
                 ranks=self._backend.place.data_ranks,
                 cost=self._cost,
-                whole_episodes=self._objective.whole_episodes,
+                whole_episodes=self.objective.whole_episodes,
                 greedy_sample=self._job.rollout.greedy_sample,
             )
 
@@ -101,18 +101,13 @@ class Learner:
         forward = sum(self._cost.of(*row) for row in rows) - self._cost.linear * result.shared_tokens
         return PASSES * forward / (busy_s * peak * self._ranks.world)
 
-    @property
-    def kl_coefficient(self) -> float:
-        """Coefficient of the KL penalty in the next step."""
-        return self._objective.kl.coefficient
-
     def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
         """Save like `TrainingBackend.save`, and also save the values that the objective has adapted."""
-        write, coefficient = self._backend.save(folder), self._objective.kl.coefficient
+        write, coefficient = self._backend.save(folder), self.objective.kl.coefficient
 
         def write_all() -> Mapping[str, FileEntry]:
             files = dict(write())
-            if self._ranks.first and self._objective.kl.adapts:
+            if self._ranks.first and self.objective.kl.adapts:
                 state = msgspec.json.encode({KL_COEFFICIENT: coefficient})
                 files[OBJECTIVE_FILE] = write_hashed(folder / OBJECTIVE_FILE, [state])
             return files
@@ -122,24 +117,19 @@ class Learner:
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
         """Restore the files that `save` wrote. Raises `CheckpointError`."""
         self._backend.load(folder, updates)
-        if self._objective.kl.adapts:
+        if self.objective.kl.adapts:
             state = folder / OBJECTIVE_FILE
             given = state.read_bytes() if self._ranks.first and state.exists() else b""
             if found := self._ranks.broadcast_bytes(given):
-                self._objective.kl.coefficient = msgspec.json.decode(found)[KL_COEFFICIENT]
+                self.objective.kl.coefficient = msgspec.json.decode(found)[KL_COEFFICIENT]
 
     def _after(self, step: int, result: StepResult) -> None:
         """Adapt the coefficient of the KL penalty, and update the reference model if it is due."""
         measured, reference = result.statistics.get("kl_ref"), self._job.trainer.reference
         if isinstance(measured, float):
-            self._objective.kl.after_step(measured)
+            self.objective.kl.after_step(measured)
         if self._has_reference and reference.every_steps and (step + 1) % reference.every_steps == 0:
             self._backend.follow(REFERENCE, TRAINED_MODEL, reference.share)
-
-    @property
-    def data_rank(self) -> int:
-        """Index of this rank's share of a batch."""
-        return self._backend.place.data_rank
 
     def episodes_of(self, plan: StepPlan) -> list[BatchEpisode]:
         """Return the episodes whose bytes this rank needs."""
@@ -173,7 +163,7 @@ class Learner:
                     ),
                     batch.lowest_version,
                     policy=batch.policy,
-                    with_places=self._objective.with_segments or bool(more.get("sampled")),
+                    with_places=self.objective.with_segments or bool(more.get("sampled")),
                     mixture=self._mixture,
                 )
                 for share in plan.shares
@@ -192,6 +182,6 @@ class Learner:
                 teacher=self._teacher,
                 **more,
             )
-            result = train_step(self._backend, self._objective, self._ranks, inputs)
+            result = train_step(self._backend, self.objective, self._ranks, inputs)
             self._after(step, result)
             return result

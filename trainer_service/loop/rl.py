@@ -53,7 +53,6 @@ from areal_async.rpc.board import board
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import Batch, Checkpointed, Commit, ExportLedger, OpenTrainer, Stats
-from areal_async.service.record import RunRecords
 from areal_async.weights.snapshot import SnapshotInfo
 from trainer_service import metrics
 from trainer_service.algorithms.off_policy import EffectiveSamplesWatch
@@ -61,7 +60,6 @@ from trainer_service.algorithms.parts import Loss
 from trainer_service.backends.base import TRAINED_MODEL, learning_rate_of
 from trainer_service.background import Background
 from trainer_service.checkpoint import Checkpoint, TrainerState
-from trainer_service.checkpoint_store import push_trained
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.loader import BatchLoader, FetchedBytes
 from trainer_service.data.recording import write_step
@@ -190,7 +188,9 @@ class RlTrainer:
         self._note("opened", step=step)
         if self._run_log is not None and begin is not None:
             tag = VersionTag(self._policy, begin.manifest.epoch, step)
-            self._evaluated = step if was_evaluated(self._run_log, tag) else -1
+            records = self._run_log.read("evaluation")
+            known = any(asdict(tag).items() <= record.items() for record in records)
+            self._evaluated = step if known else -1
         log.info("trainer opened", epoch=self._epoch, step=step, steps=self._job.trainer.steps)
         return step
 
@@ -273,12 +273,15 @@ class RlTrainer:
         if place is not None:
             durable = (lambda: self._durable(done)) if place == "disk" else (lambda: None)
             # A state gets its final name only after its step is committed.
-            self._states.leave(place, self._state(done, committed.result, durable))
+            updates, save = self._backend.updates, self._learner.save
+            state = TrainerState(done, self._epoch, updates, save, committed.result, durable)
+            self._states.leave(place, state)
         return True
 
     def _train(self, batch: Batch, plan: StepPlan, blobs: FetchedBytes) -> StepResult:
         """Train on a batch, and write its samples and recordings."""
-        chosen = self._samples.chosen(plan, batch.step, self._learner.data_rank) if self._samples else []
+        rank = self._backend.place.data_rank
+        chosen = self._samples.chosen(plan, batch.step, rank) if self._samples else []
         result = self._learner.train(
             batch,
             plan,
@@ -307,9 +310,6 @@ class RlTrainer:
             minibatches=minibatches,
             rank=self._ranks.rank,
         )
-
-    def _state(self, step: int, *of_commit: Callable[[], Any]) -> TrainerState:
-        return TrainerState(step, self._epoch, self._backend.updates, self._learner.save, *of_commit)
 
     def _keep_faulty(self, batch: Batch, blobs: FetchedBytes) -> str:
         """Record one of the first faulty steps. Returns a sentence with the folder for the error message;
@@ -425,7 +425,6 @@ class RlTrainer:
     def _export(self) -> None:
         with busy("export"):
             write_trained(self._run_dir, self._job, self._backend, self._ranks, self._files)
-            self._ranks.on_first(lambda: push_trained(self._run_dir, self._job))
         if self._ranks.first:
             log.info("model written", folder=str(self._run_dir / "model"))
             if self._run_log is not None:
@@ -438,29 +437,25 @@ class RlTrainer:
         publisher = self._publisher
         if not isinstance(publisher, Publisher):
             return True
-        deadline_s = time.monotonic() + FINAL_EVALUATION_S
-        while not publisher.wait_evaluated(timeout_s=0.2):
-            if self._stopping.is_set():
-                return False
-            if time.monotonic() > deadline_s:
-                told = "the evaluator did not finish with the last snapshots"
-                log.warning(told, waited_s=FINAL_EVALUATION_S)
-                break
-        return True
+        served = self._served_until(lambda: publisher.wait_evaluated(0.2), FINAL_EVALUATION_S)
+        if served and publisher.pending_evaluations():
+            told = "the evaluator did not finish with the last snapshots"
+            log.warning(told, waited_s=FINAL_EVALUATION_S)
+        return served
 
     def _wait_for_others(self) -> bool:
         """Serve the last weights until the other policies are trained, and are evaluated with these weights.
         Returns False if asked to stop earlier."""
+        trained = not self._ranks.first or self._served_until(self._others_are_done)
+        return trained and self._served_until(self._last_is_evaluated, FINAL_EVALUATION_S)
 
-        def served_until(done: Callable[[], bool], limit_s: float = math.inf) -> bool:
-            deadline_s = time.monotonic() + limit_s
-            while not done() and time.monotonic() < deadline_s:
-                if self._stopping.wait(OTHERS_LOOK_S):
-                    return False
-            return True
-
-        trained = not self._ranks.first or served_until(self._others_are_done)
-        return trained and served_until(self._last_is_evaluated, FINAL_EVALUATION_S)
+    def _served_until(self, done: Callable[[], bool], limit_s: float = math.inf) -> bool:
+        """Serve until `done` returns true or the time is over. Returns False if asked to stop earlier."""
+        deadline_s = time.monotonic() + limit_s
+        while not done() and time.monotonic() < deadline_s:
+            if self._stopping.wait(OTHERS_LOOK_S):
+                return False
+        return True
 
     def _last_is_evaluated(self) -> bool:
         """Return whether no evaluation of another policy needs these weights any more."""
@@ -476,11 +471,6 @@ class RlTrainer:
             return True
         policies = self._buffer.call(Stats()).policies
         return all(policies[name].v_train >= steps for name, steps in self._beside.steps.items())
-
-
-def was_evaluated(run_log: RunRecords, tag: VersionTag) -> bool:
-    """Return whether the run log has an evaluation of the version `tag`."""
-    return any(asdict(tag).items() <= record.items() for record in run_log.read("evaluation"))
 
 
 def more_effective(job: JobConfig) -> str:

@@ -25,9 +25,8 @@ from trainer_service.data.lessons import Lesson
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch, deal_rows, plan_passes
 from trainer_service.data.rows import TrainingRow
 from trainer_service.errors import DivergenceError
+from trainer_service.loop.step import MOST_NAMED
 from trainer_service.ranks import Ranks
-
-MOST_NAMED = 5  # Largest number of examples that an error names
 
 
 @dataclass(frozen=True)

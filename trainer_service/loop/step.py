@@ -61,7 +61,7 @@ from trainer_service.ranks import Ranks
 if TYPE_CHECKING:
     from trainer_service.teacher import TeacherServers
 
-MOST_NAMED = 5  # Largest number of episodes that an error names
+MOST_NAMED = 5  # Largest number of episodes or examples that an error names
 SOURCES = {
     "prox": (TRAINED_MODEL, "logp"),
     "entropy": (TRAINED_MODEL, "entropy"),

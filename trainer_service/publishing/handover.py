@@ -24,7 +24,7 @@ from areal_async.base.errors import SnapshotError
 from areal_async.weights.layout import Box, Layout, box_of, torch_dtype
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.tensor_file import MappedFile, fill
-from trainer_service.publishing.collectives import ByteCollectives
+from trainer_service.ranks import SideGroup
 
 MESSAGE_BYTES = 16 << 20
 
@@ -74,27 +74,33 @@ class StagedPieces:
             if math.prod(box.extent) and _key(box) not in self._copies:
                 raise SnapshotError(f"a piece of {box.name} was not given")
 
-    def send(self, group: ByteCollectives, to: int) -> None:
+    def send(self, group: SideGroup, to: int) -> None:
         """Send all pieces. Raises the group's error if rank `to` does not answer."""
         for box in self._boxes:
             if math.prod(box.extent):
-                data = self._copies[_key(box)].reshape(-1).view(torch.uint8)
-                for message in data.split(MESSAGE_BYTES):
-                    group.send(message, to)
+                send_tensor(group, self._copies[_key(box)], to)
 
 
-def receive(
-    group: ByteCollectives, mapped: MappedFile, layout: Layout, held: Mapping[int, Sequence[Box]]
-) -> None:
+def receive(group: SideGroup, mapped: MappedFile, layout: Layout, held: Mapping[int, Sequence[Box]]) -> None:
     """Write the pieces that the ranks of `held` send into the file. Raises the group's error if a rank does
     not answer."""
     in_turn = itertools.zip_longest(*([(rank, box) for box in boxes] for rank, boxes in held.items()))
     for rank, box in filter(None, itertools.chain.from_iterable(in_turn)):
         if math.prod(box.extent):
-            tensor = torch.empty(box.extent, dtype=torch_dtype(box.dtype))
-            for message in tensor.view(-1).view(torch.uint8).split(MESSAGE_BYTES):
-                group.receive(message, rank)
-            fill(mapped, layout, TensorPiece(box.name, tuple(box.shape), tuple(box.offset), tensor))
+            fill(mapped, layout, receive_piece(group, box, rank))
+
+
+def send_tensor(group: SideGroup, tensor: Tensor, to: int) -> None:
+    for message in tensor.reshape(-1).view(torch.uint8).split(MESSAGE_BYTES):
+        group.send(message, to)
+
+
+def receive_piece(group: SideGroup, box: Box, source: int) -> TensorPiece:
+    """Return the piece of `box` that rank `source` sends with `send_tensor`."""
+    tensor = torch.empty(box.extent, dtype=torch_dtype(box.dtype))
+    for message in tensor.view(-1).view(torch.uint8).split(MESSAGE_BYTES):
+        group.receive(message, source)
+    return TensorPiece(box.name, tuple(box.shape), tuple(box.offset), tensor)
 
 
 def _key(box: Box) -> bytes:

@@ -48,8 +48,8 @@ from areal_async.weights.snapshot import (
     SnapshotInfo,
     finish_snapshot,
 )
-from trainer_service.publishing.collectives import ByteCollectives
 from trainer_service.publishing.writing import FilePool, PieceWriter, Publication, spare_file
+from trainer_service.ranks import SideGroup
 
 MAX_WAIT_MS = 60_000
 MAX_ACKS = 1024
@@ -74,7 +74,7 @@ class Publisher(PieceWriter):
         job: str,
         access: Access,
         keep: int = 1,
-        group: ByteCollectives | None = None,
+        group: SideGroup | None = None,
         companions: Companions = NOTHING_BESIDE,
         deltas_below: float | None = None,
         channel: PublishingEnd | None = None,
@@ -330,14 +330,14 @@ def make_publisher(
     *,
     files: Mapping[str, bytes | Path],
     tied: Mapping[str, str],
-    group: ByteCollectives | None = None,
+    group: SideGroup | None = None,
 ) -> Publisher:
     """Return the publisher of the job, on the first rank of its trainer. Raises `EndpointError`."""
     section = ctx.job.weights
     end = channel_of(ctx.job).publishing_end(ctx)
     end.node_id = ctx.node_id
     return Publisher(
-        _root_of(ctx),
+        root_of(ctx),
         ctx.weights.endpoint,
         job=ctx.job.job,
         access=ctx.keys,
@@ -349,10 +349,5 @@ def make_publisher(
     )
 
 
-def make_piece_writer(ctx: ServiceContext, *, tied: Iterable[str], group: ByteCollectives) -> PieceWriter:
-    """Return the writer of another rank of the job's trainer. That rank has no publisher."""
-    return PieceWriter(_root_of(ctx), group, tied=tied)
-
-
-def _root_of(ctx: ServiceContext) -> Path:
+def root_of(ctx: ServiceContext) -> Path:
     return channel_of(ctx.job).directory(ctx.job) or ctx.shm_dir

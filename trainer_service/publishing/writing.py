@@ -36,8 +36,8 @@ from areal_async.weights.manifest import SPARE_PREFIX, Part
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.snapshot import MODEL_FILE, SnapshotInfo
 from areal_async.weights.tensor_file import MappedFile, fill, hash_ranges
-from trainer_service.publishing.collectives import ByteCollectives, OneRank
 from trainer_service.publishing.handover import StagedPieces, receive, receivers_of, written_by
+from trainer_service.ranks import SideGroup
 
 T = TypeVar("T")
 
@@ -105,14 +105,14 @@ class PieceWriter:
     def __init__(
         self,
         root: Path,
-        group: ByteCollectives | None = None,
+        group: SideGroup | None = None,
         *,
         tied: Iterable[str] = (),
         lead: Lead | None = None,
     ) -> None:
         """Create the writer. It leaves out pieces with a name in `tied`. Only rank 0 has a `lead`."""
         self._root = root
-        self._group: ByteCollectives = group if group is not None else OneRank()
+        self._group = group if group is not None else SideGroup()
         self._tied = frozenset(tied)
         self._lead = lead
         self._receivers = receivers_of(self._group.hosts)
@@ -267,7 +267,7 @@ class PieceWriter:
 def write_tensors(
     path: Path,
     pieces: Callable[[], Iterable[TensorPiece]],
-    group: ByteCollectives | None = None,
+    group: SideGroup,
     *,
     tied: Iterable[str] = (),
 ) -> None:
@@ -277,7 +277,7 @@ def write_tensors(
     folder must exist on rank 0's host. `pieces` is called twice. Raises `SnapshotError` for pieces that
     cannot be stored. Raises `OSError`, on all ranks, if the file cannot be written.
     """
-    group, left_out = group if group is not None else OneRank(), frozenset(tied)
+    left_out = frozenset(tied)
     held, receivers = describe(group, pieces(), left_out), receivers_of(group.hosts)
     layout = plan_layout(written_by(held, receivers), path.name)
     mapped, staged, problem = None, None, None
@@ -297,7 +297,7 @@ def write_tensors(
 
 
 def _hand_over(
-    group: ByteCollectives,
+    group: SideGroup,
     receivers: Mapping[int, int],
     staged: StagedPieces | None,
     mapped: MappedFile | None,
@@ -323,7 +323,7 @@ def spare_file(root: Path, number: int) -> Path:
     return root / f"{SPARE_PREFIX}{number}"
 
 
-def describe(group: ByteCollectives, pieces: Iterable[TensorPiece], left_out: Set[str]) -> list[list[Box]]:
+def describe(group: SideGroup, pieces: Iterable[TensorPiece], left_out: Set[str]) -> list[list[Box]]:
     """Return the boxes that each rank holds, on all ranks.
 
     If one rank cannot describe its pieces, raises `SnapshotError` on all ranks.
@@ -334,12 +334,12 @@ def describe(group: ByteCollectives, pieces: Iterable[TensorPiece], left_out: Se
     return [msgspec.msgpack.decode(data, type=list[Box]) for data in shared]
 
 
-def _agree(group: ByteCollectives, problem: _Problem | None) -> None:
+def _agree(group: SideGroup, problem: _Problem | None) -> None:
     """Wait for all ranks. If any rank has a problem, raises the first rank's error on all ranks."""
     _share(group, b"", problem)
 
 
-def _share(group: ByteCollectives, data: bytes, problem: _Problem | None) -> list[bytes]:
+def _share(group: SideGroup, data: bytes, problem: _Problem | None) -> list[bytes]:
     """Return the data of all ranks, on every rank. Raises the first rank's error on all ranks."""
     gathered = group.gather(msgspec.msgpack.encode(_Given(data, problem)))
     given = [msgspec.msgpack.decode(each, type=_Given) for each in gathered]
@@ -347,7 +347,7 @@ def _share(group: ByteCollectives, data: bytes, problem: _Problem | None) -> lis
     return _from_first(group, said).shared
 
 
-def _from_first(group: ByteCollectives, said: _Said | None) -> _Said:
+def _from_first(group: SideGroup, said: _Said | None) -> _Said:
     """Return rank 0's message on every rank. If the message is a problem, raises `SnapshotError` or
     `OSError`."""
     data = msgspec.msgpack.encode(said, enc_hook=str) if said is not None else None

@@ -31,8 +31,8 @@ from areal_async.config.registry import PartError
 from areal_async.models.files import stored_tensors, weight_files
 from areal_async.weights.channels import shared_copies
 from trainer_service.backends.base import TRAINED_MODEL, models_of
-from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, options_of
-from trainer_service.tools.gpus import GPUS, Gpu, gpu_named, gpu_of_device
+from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, options_of, planned
+from trainer_service.tools.gpus import GPUS, MIB, Gpu, gpu_named, gpu_of_device
 
 RESERVED_BYTES = 3 << 29  # The CUDA context, and workspaces of cuBLAS and NCCL
 FRAGMENTED_SHARE = 0.05  # Share of memory that the caching allocator cannot use
@@ -48,7 +48,6 @@ REMEDIES = (
 )
 """Fields that reduce the memory of a rank."""
 GIB = 1 << 30
-MIB = 1 << 20
 
 
 def main(request: PlanRequest) -> None:
@@ -57,7 +56,7 @@ def main(request: PlanRequest) -> None:
     if mistakes := content_mistakes(job, ("model",)) or check_config(job):
         raise ConfigError(request.job_file, mistakes)
     gpu = _gpu(request.gpu, job)
-    shapes, rank = _planned(job, request.job_file)
+    shapes, rank = job_memory(job, request.job_file)
     found = figures(job, shapes[TRAINED_MODEL], rank, gpu) | {
         "shapes_of_config": not _has_weights(job.model),
         "further_models": {
@@ -73,16 +72,11 @@ def main(request: PlanRequest) -> None:
         _show(found)
 
 
-def job_memory(job: JobConfig, source: str = "job") -> tuple[ModelShape, RankMemory]:
-    """Return the shape of the job's policy, and the bytes that each rank needs for it and the job's other
-    models. Raises `ConfigError`."""
-    shapes, rank = _planned(job, source)
-    return shapes[TRAINED_MODEL], rank
-
-
-def _planned(job: JobConfig, source: str) -> tuple[Mapping[str, ModelShape], RankMemory]:
+def job_memory(job: JobConfig, source: str = "job") -> tuple[Mapping[str, ModelShape], RankMemory]:
+    """Return the shapes of the job's models by name, and the bytes that each rank needs for all of them.
+    Raises `ConfigError`."""
     part = load_part(job, "trainer.backend")
-    if not hasattr(part, "memory"):
+    if not hasattr(part, "memory_of"):
         fix = "Ask its author; `fsdp` can be planned"
         raise ConfigError(
             source,
@@ -96,7 +90,7 @@ def _planned(job: JobConfig, source: str) -> tuple[Mapping[str, ModelShape], Ran
         return json.loads((folder / "config.json").read_bytes()), tensor_shapes(folder)
 
     try:
-        shapes, rank = part.memory(job.trainer, models_of(job), read)
+        shapes, rank = planned(job.trainer, models_of(job), read, part.memory_of)
     except (OSError, ValueError) as error:
         fix = "Name a Hugging Face directory of a causal language model"
         raise ConfigError(source, [Mistake("model", f"{reading} cannot be planned: {error}", fix)]) from None

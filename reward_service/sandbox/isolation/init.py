@@ -194,14 +194,13 @@ def _limit(limits: dict[str, Any], others: int) -> None:
         # The stack is unlimited as at public judges, and the memory limit bounds it. Threads without a stack
         # size use the C library's default.
         resource.RLIMIT_STACK: (resource.RLIM_INFINITY,) * 2,
+        resource.RLIMIT_AS: ((int(limits["memory_mb"]) + STACK_MB) << 20,) * 2,
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_MEMLOCK: (0, 0),
         resource.RLIMIT_MSGQUEUE: (0, 0),
         resource.RLIMIT_RTPRIO: (0, 0),
         resource.RLIMIT_SIGPENDING: (64, 64),
     }
-    if limits["address_space"]:
-        wanted[resource.RLIMIT_AS] = ((int(limits["memory_mb"]) + STACK_MB) << 20,) * 2
     for which, (soft, hard) in wanted.items():
         most = resource.getrlimit(which)[1]
         if most != resource.RLIM_INFINITY:

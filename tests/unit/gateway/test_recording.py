@@ -139,7 +139,7 @@ async def test_an_answer_whose_client_left_meanwhile_is_not_recorded(stream: boo
     engine = Late(tokenizer, ["late{END}", "early{END}"])
     async with serving(engine, tokenizer) as (gateway, ctx, session), http_of(session) as http:
         engine.client = await asyncio.to_thread(raw_client, session, CHAT | {"stream": stream})
-        await until(lambda: engine.log and not session.running and not gateway.started.server.state.tasks)
+        await until(lambda: engine.log and not session.open and not gateway.started.server.state.tasks)
         assert session.calls == 0
         assert (await http.post(ROUTE, json=CHAT)).status_code == 200
         assert session.calls == 1

@@ -12,22 +12,16 @@ from tests.scoring import processes_below
 from tests.unit.sandbox.conftest import LIMITS, PROGRAMS
 from tests.waiting import LIMIT_S
 
-NO_ADDRESS_SPACE = RunLimits(wall_s=30, cpu_s=20, memory_mb=128, processes=16, address_space=False)
-
 EATERS = PROGRAMS["eaters"]
 
 
-@pytest.mark.parametrize(
-    ("name", "limits"),
-    [*((name, NO_ADDRESS_SPACE) for name in EATERS), ("page tables", LIMITS), ("many processes", LIMITS)],
-    ids=str,
-)
-def test_memory_is_held_whoever_maps_it(isolated, attempt, name, limits):
-    outcome = attempt(EATERS[name], limits, ok=False)
+@pytest.mark.parametrize("name", EATERS)
+def test_memory_is_held_whoever_maps_it(isolated, attempt, name):
+    outcome = attempt(EATERS[name], LIMITS, ok=False)
     assert outcome.kind in ("memory", "exit", "timeout") or name == "pages lent to pipes", outcome.describe()
     assert outcome.kind == "memory" or name != "many processes"
     if "memory group" in isolated.guards:  # else it depends on how often it can be looked at
-        assert outcome.peak_mb < limits.memory_mb + 10
+        assert outcome.peak_mb < LIMITS.memory_mb + 10
 
 
 def test_memory_is_held_of_a_program_started_by_another(isolated):
@@ -37,7 +31,7 @@ def test_memory_is_held_of_a_program_started_by_another(isolated):
         f"for _ in range(4): os.fork() or os.execv(sys.executable, [sys.executable, '-c', {eats!r}])\n"
         "os.wait()"
     )
-    outcome = isolated.run(Program(source=starts, limits=NO_ADDRESS_SPACE))
+    outcome = isolated.run(Program(source=starts, limits=LIMITS))
     assert outcome.kind == "memory", outcome.describe()
     if "memory group" in isolated.guards:
         assert outcome.peak_mb < LIMITS.memory_mb + 10

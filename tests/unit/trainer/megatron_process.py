@@ -121,7 +121,7 @@ def held_by(backend: Any) -> int:
     for model in backend._models.values():
         for one in model.stages.parameters():
             tensors += [one.tensor.data, getattr(one.tensor, "main_grad", one.tensor.data)]
-        tensors += [tensor for kind in model.state().values() for tensor in kind.values()]
+        tensors += [tensor for kind in model.state.values() for tensor in kind.values()]
         tensors += model._followed.values()
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())

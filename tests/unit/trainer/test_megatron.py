@@ -14,6 +14,7 @@ from tests.unit.families import LLAMA3_ROPE, config_of
 from tests.unit.trainer import megatron_process as process
 from tests.unit.trainer.forked_ranks import run_script
 from trainer_service.backends.fsdp.backend import FsdpBackend
+from trainer_service.backends.fsdp.memory import planned as planned_for
 from trainer_service.backends.megatron import megatron
 from trainer_service.ranks import join_ranks
 
@@ -143,7 +144,9 @@ def test_the_plan_counts_what_a_rank_keeps_between_steps(two_ranks, models):
     """The worst rank's state, of all three models; buffers are rounded up to whole lines of memory."""
     for (name, sizes, options), (_, after, _) in zip(TWO, two_ranks[1], strict=True):
         trainer = TrainerSection(ranks=2, parallel=sizes, backend_args=options, dtype="float32")
-        _, planned = megatron.memory(trainer, process.models_of(models[name.split()[0]]), shapes)
+        _, planned = planned_for(
+            trainer, process.models_of(models[name.split()[0]]), shapes, megatron.memory_of
+        )
         assert after["held"] == pytest.approx(planned.state, rel=0.1), (name, sizes)
 
 

@@ -21,6 +21,7 @@ from tests.unit.families import FAMILIES
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp import fsdp
 from trainer_service.backends.fsdp.memory import MemoryOptions, rank_memory, shape_of
+from trainer_service.backends.fsdp.memory import planned as planned_for
 from trainer_service.tools.gpus import GPUS, gpu_named, gpu_of_device
 from trainer_service.tools.plan import figures, host_bytes, job_memory, main, tensor_shapes, usable_bytes
 
@@ -94,7 +95,7 @@ def planned(trainer=None, **uses):
     """What `fsdp` needs for models of these uses, all of one shape."""
     trainer = TrainerSection.model_validate(trainer or {})
     models = {name: ModelUse(Path(name), **use) for name, use in uses.items()}
-    return fsdp.memory(trainer, models, lambda folder: (CONFIG, tensors()))
+    return planned_for(trainer, models, lambda folder: (CONFIG, tensors()), fsdp.memory_of)
 
 
 TRAINED = {"optimizer": OptimizerSection()}
@@ -144,7 +145,8 @@ def sized(folder, **sections):
     job = JobConfig.model_validate(
         {"job": "j", "model": str(folder), "tasks": {"train": "t.jsonl", "evaluation": None}} | sections
     )
-    return job, *job_memory(job)
+    shapes, rank = job_memory(job)
+    return job, shapes["policy"], rank
 
 
 def test_what_nccl_sends_is_a_copy_on_the_trainers_gpu(tmp_path):

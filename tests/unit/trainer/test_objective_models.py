@@ -86,13 +86,13 @@ def test_the_adaptive_coefficient_and_a_reference_that_moved_come_back(model_dir
     coefficients = []
     for number in range(2):
         step(mine, number)
-        coefficients.append(mine.kl_coefficient)
+        coefficients.append(mine.objective.kl.coefficient)
     assert coefficients[0] == pytest.approx(0.4)  # nothing diverged before the first update
     folder, updates = saved(mine, tmp_path / "saved"), dict(backend.updates)
     expected = step(mine, 2), weights(backend), weights(backend, "ref")
     again, other = learner(model_dir, tmp_path, **how)
     other.load(folder, updates)
-    assert other.kl_coefficient == coefficients[-1]
+    assert other.objective.kl.coefficient == coefficients[-1]
     result = step(other, 2)
     assert (result.losses, result.statistics) == (expected[0].losses, expected[0].statistics)
     assert same(weights(again), expected[1])

@@ -59,7 +59,7 @@ def test_a_manifest_that_says_something_else_of_an_episode_is_damaged(run_dir, m
     batch, blobs = make_batch(1, max_staleness=1, groups=3)
     batch.groups[0].episodes[0] = replace(batch.groups[0].episodes[0], n_sampled=99)
     write_step(run_dir / "batches", batch, blobs, minibatches=[(0.0, 0.0)])
-    with pytest.raises(BatchError, match="step 1 is damaged: its manifest says"):
+    with pytest.raises(BatchError, match="step 1 is damaged: the batch names"):
         Recording(run_dir).read(1)
 
 

@@ -19,7 +19,7 @@ LIMIT_S = deadline_s(300)
 
 @dataclass
 class ThreadGroup:
-    """`ByteCollectives` between threads."""
+    """A `SideGroup` between threads."""
 
     rank: int
     world: int

@@ -26,6 +26,7 @@ from trainer_service.publishing import handover, writing
 from trainer_service.publishing.handover import receivers_of
 from trainer_service.publishing.publisher import Publisher
 from trainer_service.publishing.writing import PieceWriter, write_tensors
+from trainer_service.ranks import SideGroup
 
 
 def model(version: int) -> dict[str, torch.Tensor]:
@@ -302,7 +303,7 @@ def test_ranks_of_three_hosts_publish_what_one_rank_would_have(place, monkeypatc
 def test_a_model_file_is_as_open_as_the_umask_lets_it_be_and_a_snapshot_is_ones_own(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
-        write_tensors(tmp_path / "model.safetensors", lambda: [box("norm", model(3)["norm"])])
+        write_tensors(tmp_path / "model.safetensors", lambda: [box("norm", model(3)["norm"])], SideGroup())
         MappedFile(tmp_path / "snapshot", 1).close()
     finally:
         os.umask(before)

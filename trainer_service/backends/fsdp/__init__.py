@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from areal_async.config.base import Section
 from areal_async.config.parallel import RankGrid
-from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, ReadShapes, planned, rank_memory
+from trainer_service.backends.fsdp.memory import rank_memory
 
 if TYPE_CHECKING:
-    from areal_async.config.job import TrainerSection
     from trainer_service.backends.base import ModelUse, TrainingBackend
     from trainer_service.ranks import Ranks
 
@@ -31,12 +30,8 @@ class Fsdp:
         """Keep AdamW's moments, 8 bytes per parameter, in host memory. Every update copies them to the device
         and back."""
 
-    def memory(
-        self, trainer: TrainerSection, models: Mapping[str, ModelUse], read: ReadShapes
-    ) -> tuple[dict[str, ModelShape], RankMemory]:
-        """Return the models of a job by name, and the bytes that each rank needs for all of them. Raises
-        `ValueError` if a model has no decoder blocks."""
-        return planned(trainer, models, read, rank_memory)
+    memory_of = staticmethod(rank_memory)
+    """Function that returns the bytes that each rank needs for one model."""
 
     def __call__(
         self, models: Mapping[str, ModelUse], ranks: Ranks, *, grid: RankGrid | None = None, **options: Any

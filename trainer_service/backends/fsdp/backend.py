@@ -13,10 +13,9 @@ shard of the weights: a copy is distributed over `shard` x `sequence` ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -37,15 +36,13 @@ from trainer_service.backends.base import (
 from trainer_service.backends.common import (
     NamedModels,
     random_state_file,
-    random_state_writer,
     require_grid,
 )
 from trainer_service.backends.fsdp.forward import packed_columns
 from trainer_service.backends.fsdp.model import FsdpOptions, HeldModel
 from trainer_service.backends.fsdp.sequence import SequenceRanks
-from trainer_service.backends.fsdp.shards import HostCopies, shard_end, write_shard
+from trainer_service.backends.fsdp.shards import HostCopies, shard_end
 from trainer_service.backends.shared_loss import shared_loss
-from trainer_service.durable_files import FileEntry
 from trainer_service.ranks import Ranks
 
 T = TypeVar("T")
@@ -68,7 +65,6 @@ class FsdpBackend(NamedModels[HeldModel]):
         )
         self._shards_count = ranks.world // replicate
         self._shard_rank = ranks.rank % self._shards_count
-        self._first_copy = ranks.rank < self._shards_count
         if replicate > 1:
             numbers = torch.arange(ranks.world).view(replicate, self._shards_count)
             ranks = replace(
@@ -109,27 +105,6 @@ class FsdpBackend(NamedModels[HeldModel]):
 
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
         return self._models[model].loaded.pieces(self._ranks, self._options.dtype, gather=gather)
-
-    def prepare_save(self) -> None:
-        if self._first_copy:
-            self._copies.prepare(
-                {kind: values for model in self._models.values() for kind, values in model.memory.items()}
-            )
-
-    def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
-        rank, shards_count = self._shard_rank, self._shards_count
-        states = [(model.rows, model.state) for model in self._models.values() if self._first_copy]
-        copies = self._copies.fill({kind: state[kind] for _, state in states for kind in state})
-        write_random_state = random_state_writer(folder, self._ranks.rank)
-
-        def write() -> Mapping[str, FileEntry]:
-            written = write_random_state()
-            for rows, state in states:
-                for kind in state:
-                    written |= write_shard(folder, kind, copies[kind], rows, rank, shards_count)
-            return written
-
-        return write
 
     def reads(self, files: Collection[str]) -> Collection[str]:
         end = shard_end(self._shard_rank, self._shards_count)

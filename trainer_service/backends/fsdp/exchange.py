@@ -29,7 +29,8 @@ def attend_by_heads(
     repeats = n // gcd(key.shape[1], n)
     if repeats > 1:
         key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
-    parts = [_by_rank(each[0].transpose(0, 1), n) for each in (query, key, value)]
+    # [n, L, H / n · D]: the heads for each rank.
+    parts = [each[0].unflatten(0, (n, -1)).transpose(1, 2).flatten(2) for each in (query, key, value)]
     found = _AllToAll.apply(torch.cat(parts, 2), group).flatten(0, 1)
     sizes = [part.shape[2] for part in parts]
     split = zip(found.split(sizes, 1), (query, key, value), strict=True)
@@ -39,11 +40,6 @@ def attend_by_heads(
     # Contiguous, even with one head per rank, so that the next layer keeps this tensor and no copy.
     result: Tensor = back.unflatten(2, out.shape[2:]).transpose(0, 1).flatten(1, 2).contiguous()[None]
     return result
-
-
-def _by_rank(tensor: Tensor, n: int) -> Tensor:
-    """Return [n, L, H / n · D] from [L, H, D]: the heads for each rank."""
-    return tensor.unflatten(1, (n, -1)).transpose(0, 1).flatten(2)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -23,7 +23,7 @@ from trainer_service.backends.fsdp.loading import LoadedModel
 from trainer_service.backends.fsdp.sequence import SequencePart, SequenceRanks
 from trainer_service.backends.head import Head, batch_columns, value_places
 from trainer_service.backends.probe import (
-    columns_to_probe,
+    PROBED,
     own_columns,
     probe_rows,
     probed,
@@ -102,7 +102,7 @@ def probe_packing(
 
     def probe() -> None:
         open_window(loaded.module)
-        model, rows, names = loaded.in_fp32(ranks), probe_rows(config), columns_to_probe(head)
+        model, rows, names = loaded.in_fp32(ranks), probe_rows(config), PROBED[head]
         open_window(model)
         batch = build_micro_batch(rows, device=ranks.device)
         with torch.no_grad():

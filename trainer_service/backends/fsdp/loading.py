@@ -28,8 +28,8 @@ from trainer_service.backends.base import ModelHead
 from trainer_service.backends.common import FLOATS, loaded_on_all, open_tensors
 from trainer_service.backends.fsdp.attention import PACKED_ATTENTION
 from trainer_service.backends.fsdp.lora import (
+    BASE,
     add_adapters,
-    base_name,
     first_value,
     is_adapter,
     published_name,
@@ -152,7 +152,7 @@ def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: _Plan, seed: int
         adapted = plan.complete(model)
         if plan.lora is not None:
             tied = {}
-            now = {name: base_name(name) for name in _tensors(model)}
+            now = {name: name.replace(BASE, ".") for name in _tensors(model)}
             storage = {name: storage[before] for name, before in now.items() if before in storage}
         _shard(model, ranks, dtype)
         model.to_empty(device=ranks.device)

@@ -20,7 +20,7 @@ from areal_async.weights.adapter import PREFIX
 from trainer_service.errors import ModelError
 
 ADAPTER = "default"  # peft's name of the only adapter
-BASE = ".base_layer."
+BASE = ".base_layer."  # in names of base parameters, where a model without adapters has a dot
 
 
 def add_adapters(model: Any, section: LoraSection) -> list[str]:
@@ -54,11 +54,6 @@ def add_adapters(model: Any, section: LoraSection) -> list[str]:
 def is_adapter(parameter: str) -> bool:
     """Return whether a parameter belongs to an adapter."""
     return f".{ADAPTER}.weight" in parameter and (".lora_A." in parameter or ".lora_B." in parameter)
-
-
-def base_name(parameter: str) -> str:
-    """Return a base parameter's name in a model without adapters."""
-    return parameter.replace(BASE, ".")
 
 
 def published_name(parameter: str) -> str:

@@ -377,7 +377,7 @@ def planned(
     memory_of: Callable[[ModelShape, MemoryOptions], RankMemory],
 ) -> tuple[dict[str, ModelShape], RankMemory]:
     """Return the models of a job by name, and their memory on one rank. It is the state of all models plus
-    the largest pass of any of them."""
+    the largest pass of any of them. Raises `ValueError` if a model has no decoder blocks."""
     options = options_of(trainer)
     shapes = {name: shape_of(*read(use.folder), use.head) for name, use in models.items()}
     each = [memory_of(shapes[name], options.of(name, use)) for name, use in models.items()]

@@ -27,8 +27,9 @@ from trainer_service.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from trainer_service.backends.fsdp.recompute import recompute_blocks
 from trainer_service.backends.fsdp.routing import RouteReplay
 from trainer_service.backends.fsdp.sequence import SequenceRanks
-from trainer_service.backends.fsdp.shards import read_shard
+from trainer_service.backends.fsdp.shards import read_shard, write_shard
 from trainer_service.data.microbatch import MicroBatch
+from trainer_service.durable_files import FileEntry
 from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
 
@@ -65,7 +66,8 @@ class HeldModel(ChangingModel):
     ) -> None:
         """See `FsdpBackend`. Raises `ModelError`."""
         super().__init__(name, use)
-        self._ranks, self._shards_count = ranks, shards_count
+        self._ranks, self._is_first_copy = ranks, ranks.rank < shards_count
+        self._place = ranks.rank % shards_count, shards_count
         lora, dtype = options.lora if name == TRAINED_MODEL else None, options.dtype
         held = torch.float32 if use.follows or (use.optimizer is not None and lora is None) else dtype
         require_packable(name, use.folder)
@@ -103,12 +105,17 @@ class HeldModel(ChangingModel):
     @property
     def memory(self) -> Kinds:
         """Tensors with the kinds, shapes and dtypes that `state` has after an update."""
-        return self._kinds(dict.fromkeys(MOMENTS if self._adamw is not None else (), self.shards))
+        moments = dict.fromkeys(MOMENTS if self._adamw is not None else (), self.shards)
+        return self._kinds(moments) if self._is_first_copy else {}
 
     @property
     def state(self) -> Kinds:
-        """This rank's tensors for a checkpoint."""
-        return self._kinds(self._adamw.moments() if self._adamw is not None else {})
+        """This rank's tensors for a checkpoint. Copies of a shard are equal, so only the first has some."""
+        moments = self._adamw.moments() if self._adamw is not None else {}
+        return self._kinds(moments) if self._is_first_copy else {}
+
+    def write(self, folder: Path, kind: str, values: Mapping[str, Tensor]) -> dict[str, FileEntry]:
+        return write_shard(folder, kind, values, self.rows, *self._place)
 
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
         """See `TrainingBackend.load`."""
@@ -116,8 +123,7 @@ class HeldModel(ChangingModel):
             return
         kinds = self._kinds(self._adamw.restart(self.updates) if self._adamw is not None else {})
         for kind, values in kinds.items():
-            place = self._ranks.rank % self._shards_count, self._shards_count
-            read_shard(folder, kind, values, self.rows, *place)
+            read_shard(folder, kind, values, self.rows, *self._place)
 
     def _norm_of_gradient(self) -> float:
         for name, parameter in self.module.named_parameters():
@@ -160,7 +166,7 @@ class HeldModel(ChangingModel):
         A sum of a million squares in f32 on a CPU has an error of 1e-5, which depends on the number of
         ranks."""
         norms = torch._foreach_norm(parts, 2, torch.float64)
-        squared = torch.stack(norms).square().sum().cpu() * (self._ranks.rank < self._shards_count)
+        squared = torch.stack(norms).square().sum().cpu() * self._is_first_copy
         self._ranks.sum(squared)
         return float(squared.sqrt())
 

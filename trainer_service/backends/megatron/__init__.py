@@ -13,12 +13,11 @@ from areal_async.base.mistakes import Mistake
 from areal_async.config.base import Section
 from areal_async.config.parallel import RankGrid
 from areal_async.config.registry import PartError
-from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, ReadShapes, planned
 from trainer_service.backends.megatron.config import reasons_against
 from trainer_service.backends.megatron.memory import stage_memory
 
 if TYPE_CHECKING:
-    from areal_async.config.job import JobConfig, TrainerSection
+    from areal_async.config.job import JobConfig
     from trainer_service.backends.base import ModelUse, TrainingBackend
     from trainer_service.ranks import Ranks
 
@@ -67,11 +66,8 @@ class Megatron:
                     yield Mistake(own, problem, fix)
                 told.add((own, problem))
 
-    def memory(
-        self, trainer: TrainerSection, models: Mapping[str, ModelUse], read: ReadShapes
-    ) -> tuple[dict[str, ModelShape], RankMemory]:
-        """See `Fsdp.memory`; the memory is for the worst rank of the grid."""
-        return planned(trainer, models, read, stage_memory)
+    memory_of = staticmethod(stage_memory)
+    """See `Fsdp.memory_of`; the memory is for the worst rank of the grid."""
 
     def __call__(
         self, models: Mapping[str, ModelUse], ranks: Ranks, *, grid: RankGrid, **options: Any

@@ -11,14 +11,11 @@ share read its rows. The first tensor rank of the last stage owns the columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from torch import Tensor
 
 from areal_async.config.parallel import RankGrid
 from areal_async.weights.pieces import TensorPiece
@@ -32,13 +29,14 @@ from trainer_service.backends.base import (
     OfColumns,
     RankPlace,
 )
-from trainer_service.backends.common import NamedModels, random_state_writer, require_grid
-from trainer_service.backends.fsdp.shards import HostCopies, write_tensors
+from trainer_service.backends.common import NamedModels, require_grid
+from trainer_service.backends.fsdp.shards import HostCopies
 from trainer_service.backends.megatron.config import MegatronOptions
 from trainer_service.backends.megatron.passes import owns_columns
 from trainer_service.backends.megatron.rank_model import MegatronModel
-from trainer_service.durable_files import FileEntry
 from trainer_service.errors import ModelError
+from trainer_service.publishing.handover import receive_piece, send_tensor
+from trainer_service.publishing.writing import describe
 from trainer_service.ranks import Ranks
 
 T = TypeVar("T")
@@ -71,59 +69,25 @@ class MegatronBackend(NamedModels[MegatronModel]):
         self._models[model].passes.train(batches, loss_of, columns)
 
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
-        pieces = self._models[model].pieces(self._options.dtype)
-        return self._gathered(pieces) if gather and self._ranks.world > 1 else pieces
+        if gather and self._ranks.world > 1:
+            return self._gathered(self._models[model])
+        return self._models[model].pieces(self._options.dtype)
 
-    def _gathered(self, pieces: Iterator[TensorPiece]) -> Iterator[TensorPiece]:
+    def _gathered(self, model: MegatronModel) -> Iterator[TensorPiece]:
         """Yield all ranks' pieces on rank 0, rank by rank. Each piece is received when it is requested."""
         side = self._ranks.side()
-        if not self._ranks.first:
-            for piece in pieces:
-                data = piece.tensor.cpu().reshape(-1).view(torch.uint8)
-                kind = str(piece.tensor.dtype).removeprefix("torch.")
-                box = [piece.name, piece.shape, piece.offset, tuple(piece.tensor.shape), kind]
-                told = msgspec.json.encode(box)
-                side.send(torch.tensor([len(told)]).view(torch.uint8), to=0)
-                side.send(torch.frombuffer(bytearray(told), dtype=torch.uint8), to=0)
-                side.send(data, to=0)
-            side.send(torch.tensor([0]).view(torch.uint8), to=0)
-            return
-        yield from pieces
-        for rank in range(1, self._ranks.world):
-            while True:
-                length = torch.zeros(1, dtype=torch.int64)
-                side.receive(length.view(torch.uint8), source=rank)
-                if not int(length):
-                    break
-                said = torch.empty(int(length), dtype=torch.uint8)
-                side.receive(said, source=rank)
-                name, shape, offset, sizes, kind = msgspec.json.decode(said.numpy().tobytes())
-                tensor = torch.empty(sizes, dtype=getattr(torch, kind))
-                side.receive(tensor.view(-1).view(torch.uint8), source=rank)
-                yield TensorPiece(name, tuple(shape), tuple(offset), tensor)
-
-    def prepare_save(self) -> None:
-        self._copies.prepare(self._state())
-
-    def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
-        state = self._state()
-        copies = self._copies.fill(state)
-        write_random_state = random_state_writer(folder, self._ranks.rank)
-
-        def write() -> Mapping[str, FileEntry]:
-            written = write_random_state()
-            for kind, values in copies.items():
-                path = folder / f"{kind}-ranges-{self._ranks.rank:05d}.safetensors"
-                written |= write_tensors(path, values, {})
-            return written
-
-        return write
+        held = describe(side, model.pieces(self._options.dtype), frozenset())
+        for piece in model.pieces(self._options.dtype):
+            if self._ranks.first:
+                yield piece
+            else:
+                send_tensor(side, piece.tensor.cpu(), to=0)
+        for rank in range(1, self._ranks.world) if self._ranks.first else ():
+            for box in held[rank]:
+                yield receive_piece(side, box, rank)
 
     def reads(self, files: Collection[str]) -> Collection[str]:
         return files
-
-    def _state(self) -> dict[str, dict[str, Tensor]]:
-        return {kind: values for model in self._models.values() for kind, values in model.state().items()}
 
 
 def _initialize(grid: RankGrid, virtual_stages: int, ranks: Ranks) -> None:

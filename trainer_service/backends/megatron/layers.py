@@ -29,6 +29,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from trainer_service.backends.fsdp.attention import PackedRuns, packed_attention
 from trainer_service.backends.megatron.config import Dimensions
@@ -70,19 +71,13 @@ def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
     )
 
 
-class PackedRMSNorm(nn.Module):
+class PackedRMSNorm(LlamaRMSNorm):
     """RMS norm: x / rms(x) · weight, normalised in fp32 and multiplied in the dtype of `x`."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * scaled.to(x.dtype)
+        super().__init__(hidden_size, eps)
+        self.to(config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
 
 
 def thd_params(batch: MicroBatch) -> PackedSeqParams | None:
@@ -130,8 +125,7 @@ class PackedCoreAttention(nn.Module):
         """Return [T, 1, H · D] from query [T, 1, H, D], and key and value [T, 1, H_kv, D]."""
         now, batch = packed_seq_params, packed_seq_params.batch
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-        cos, sin = (each[:, None].to(q.dtype) for each in (now.cos, now.sin))
-        q, k = (each * cos + _half_turned(each) * sin for each in (q, k))
+        q, k = apply_rotary_pos_emb(q, k, now.cos.to(q.dtype), now.sin.to(q.dtype))
         if self.thd is not None and now.thd is not None:
             each = (part[0].transpose(0, 1).contiguous() for part in (q, k, v))
             mask = AttnMaskType.padding_causal
@@ -141,11 +135,6 @@ class PackedCoreAttention(nn.Module):
             self, q, k, v, None, packed_runs=PackedRuns(batch.runs, batch.branching), scaling=self.scaling
         )
         return found.transpose(0, 1).flatten(2)
-
-
-def _half_turned(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([-second, first], -1)
 
 
 class PackedRouter(TopKRouter):

@@ -14,12 +14,15 @@ from torch import Tensor
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse
 from trainer_service.backends.common import ChangingModel
+from trainer_service.backends.fsdp.optimizer import MOMENTS
+from trainer_service.backends.fsdp.shards import write_tensors
 from trainer_service.backends.megatron.config import MegatronOptions
 from trainer_service.backends.megatron.names import VALUE
 from trainer_service.backends.megatron.passes import Passes
 from trainer_service.backends.megatron.ranges import key_of, read_whole
 from trainer_service.backends.megatron.stages import StageParameter, make_stages
-from trainer_service.backends.megatron.update import MOMENTS, MegatronAdamW, moments_of
+from trainer_service.backends.megatron.update import MegatronAdamW
+from trainer_service.durable_files import FileEntry
 from trainer_service.ranks import Ranks
 
 Kinds = dict[str, dict[str, Tensor]]
@@ -48,8 +51,9 @@ class MegatronModel(ChangingModel):
             self._followed[one.name] = one.tensor.detach().float().clone()
         self.passes = Passes(self.stages, modules, replays=name == TRAINED_MODEL)
 
+    @property
     def state(self) -> Kinds:
-        """Return the tensors for a checkpoint. These are the ranges of parameters that this rank updates, or
+        """The tensors for a checkpoint. These are the ranges of parameters that this rank updates, or
         all parameters of a model that follows another."""
         found: Kinds = {self.name: {}} if self.changes else {}
         for one in self.stages.parameters():
@@ -63,9 +67,16 @@ class MegatronModel(ChangingModel):
             if owned is None:
                 continue
             found[self.name][key_of(one, owned.start)] = owned.main.detach()
-            for moment, values in moments_of(owned).items():
-                found.setdefault(f"{self.name}.{moment}", {})[key_of(one, owned.start)] = values
+            for moment in MOMENTS:
+                if moment in owned.state:  # f32; a range has no moments before the first update
+                    kind = found.setdefault(f"{self.name}.{moment}", {})
+                    kind[key_of(one, owned.start)] = owned.state[moment]
         return found
+
+    memory = state
+
+    def write(self, folder: Path, kind: str, values: Mapping[str, Tensor]) -> dict[str, FileEntry]:
+        return write_tensors(folder / f"{kind}-ranges-{self._ranks.rank:05d}.safetensors", values, {})
 
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
         """See `TrainingBackend.load`."""

@@ -6,7 +6,7 @@ its own memory, otherwise a main copy. Checkpoints contain these ranges.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor, nn
 
 from areal_async.config.job import OptimizerSection
+from trainer_service.backends.fsdp.optimizer import MOMENTS
 from trainer_service.backends.megatron.stages import Stages
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +119,3 @@ class MegatronAdamW:
             parameter.data.copy_(whole)
             if (owned := self.owned(parameter)) is not None:
                 owned.main.data.copy_(whole.reshape(-1)[owned.start : owned.end])
-
-
-def moments_of(owned: OwnedRange) -> Mapping[str, Tensor]:
-    """Return the moments of the range's elements by name, f32; empty before the first update."""
-    return {moment: owned.state[moment] for moment in MOMENTS if moment in owned.state}
