@@ -1,7 +1,7 @@
 """The ledger in memory: the records in Redis, and figures derived from them.
 
-Only `apply` changes an index. All other data is derived from the records, one record at a time. So an index
-built from the records alone equals an index that applied every change in turn.
+Only `apply` changes an index. The figures depend on the present records alone. So an index built from the
+records in Redis equals an index that applied every change in turn.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BatchKey = tuple[str, int]
 
 @dataclass
 class WriteSet:
-    """Records to write, all or none. None as a value deletes the record."""
+    """Records to write in one atomic step. None as a value deletes the record."""
 
     meta: LedgerMeta
     groups: dict[str, GroupRecord | None] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class Index:
     # --- changes ---
 
     def apply(self, writes: WriteSet) -> set[Edge]:
-        """Apply `writes`. Return the events that this may have made possible."""
+        """Apply `writes`. Return the events that the writes may have caused."""
         self.revision += 1
         before = self.meta
         self.meta = writes.meta
@@ -248,18 +248,19 @@ def _clocks(meta: LedgerMeta) -> list[tuple[str, int, int]]:
 
 
 def has_place(group: GroupRecord, policy: str) -> bool:
-    """Return whether a group in the batch of a later step will still be trained in it. A dropped group will
-    not be. A group trained before is then TRAINED and is not used again."""
+    """Return whether a group in the batch of a later step will still be trained in it. It will not if the
+    policy has dropped it, or if it is TRAINED and may not be used again."""
     return policy in group.training and group.state_for(policy) == GroupState.BATCHED
 
 
 def _oldest(group: GroupRecord) -> int:
-    """Return the smallest version of any policy in the group. Such groups are probably needed first."""
+    """Return the smallest version of any policy in the group. Groups with small versions are probably needed
+    first."""
     return min((training.min_version for training in group.training.values()), default=NO_VERSION)
 
 
 def due_ms(rules: Rules, group: GroupRecord) -> int | None:
-    """Return the group's own deadline while samples are missing. None: it has no deadline."""
+    """Return the group's own deadline while samples are missing, or None if it has none."""
     if rules.group_deadline_ms is None or not group.begun_ms or group.state not in UNGENERATED:
         return None
     return group.begun_ms + rules.group_deadline_ms
