@@ -120,8 +120,8 @@ class Index:
         return step
 
     def open_step(self, policy: str) -> int:
-        """Return the first step of `policy` that can train a group that is not batched yet. This step has no
-        batch, or its batch has lost groups to abandoned weights."""
+        """Return the first step of `policy` that can still take an unbatched group. This step has no batch,
+        or its batch has lost groups to abandoned weights."""
         step = self.consumer(policy).v_train
         while plan := self.batches.get((policy, step)):
             if not all(id_ in self.groups and has_place(self.groups[id_], policy) for id_ in plan.group_ids):
@@ -299,8 +299,8 @@ def _put(table: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 OUTSTANDING = (GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED, GroupState.BATCHED)
-"""States that count in the admission formula: leased at least once, and not yet TRAINED or DROPPED. A trained
-group that is SCORED or BATCHED again does not count."""
+"""States of groups that count in the admission formula: leased, and not yet TRAINED or DROPPED. A group that
+was trained and is SCORED or BATCHED again does not count."""
 UNBATCHED = (GroupState.QUEUED, GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED)
 
 
@@ -315,7 +315,8 @@ class ConsumerIndex:
         """SCORED groups that were trained before and may be trained again. The least used come first, then
         the order of `ready`."""
         self.aging = SortedIndex()
-        """Unbatched groups that have a version, or are leased at a version. The oldest comes first."""
+        """Unbatched groups that contain units of some version or are leased at a version, oldest version
+        first."""
         self.group_counts = [0] * len(GroupState)
         self.reused = 0  # Trained groups that are SCORED or BATCHED again
         self.batched: dict[int, int] = {}  # Step → number of groups BATCHED for it
