@@ -5,7 +5,7 @@ Promises: Redis contains no bytes of routes. The routes of a stored episode exis
 are freed, and `GRACE_S` longer, because a reply may still need them.
 
 No record refers to the files, so neither the ledger nor Redis has any data about routes. A file's name
-contains the ids of its episodes and the size of their routes. Files that a crash leaves are removed when the
+contains the group and the sample of its episode, and its size. Files that a crash leaves are removed when the
 store is opened. If the routes of an episode are lost, for example after the front moved to another host, it
 is trained without them.
 """
