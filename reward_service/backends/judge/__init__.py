@@ -77,8 +77,8 @@ class JudgeArguments(Section):
     """Reward for each word that may be the grade, such as `{yes: 1, no: 0}`, instead of `scale`. Case does
     not matter."""
     votes: int = Field(default=1, ge=1, le=64)
-    """Requests for each response. More than half of them must return a grade. Otherwise there is no score, or
-    the score `reward.on_fault` if the judge grades another answer to the same task."""
+    """Requests for each response. More than half of them must return a grade. Otherwise the episode has no
+    score, or the score `reward.on_fault.score` if the judge can grade another answer to the same task."""
     aggregate: Literal["mean", "majority", "median"] = "mean"
     """Rule that combines several votes into one reward."""
     temperature: float = Field(default=0.0, ge=0)
