@@ -1,8 +1,9 @@
 """Updates of an engine to the newest weights.
 
-Promise (`versions_are_true`): the engine gets a snapshot only after every hash of it matched. The engine
-generates during waiting, reading and verifying. Only pause → load → resume interrupt it, and their time is
-measured. An unusable snapshot is acknowledged with the reason, and the engine keeps its weights.
+Promise (`versions_are_true`): the engine gets a snapshot only after all its hashes were verified. The engine
+continues to generate while this module waits for, reads and verifies a snapshot. Only pause → load → resume
+interrupt it, and their time is measured. An unusable snapshot is acknowledged with the reason, and the engine
+keeps its weights.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FINISHED_PAUSE_S = 2.0
 
 
 class SnapshotSource(Protocol):
-    """The part of `areal_async.weights.receiver.Receiver` used here."""
+    """The methods of `areal_async.weights.receiver.Receiver` that this module uses."""
 
     async def next(self, after: VersionTag | None, wait_ms: int = 0) -> SnapshotNotice | NoNews: ...
 
@@ -61,7 +62,7 @@ class WeightUpdates:
                 return notice.tag
 
     async def run(self) -> None:
-        """Load each newer snapshot until cancelled. Raises errors that a retry cannot fix."""
+        """Load each newer snapshot, until cancelled. Raises errors that a retry cannot fix."""
         while True:
             notice = await self._next()
             if (snapshot := await self._open(notice)) is not None:
@@ -115,8 +116,8 @@ class WeightUpdates:
 async def acknowledge(
     source: SnapshotSource, tag: VersionTag, *, stall_ms: float = 0.0, error: str = ""
 ) -> None:
-    """Tell the publisher that a snapshot is no longer needed. If the message is lost, the snapshot's files
-    only stay a little longer."""
+    """Report to the publisher that a snapshot is no longer needed. If the message is lost, the only effect is
+    that the snapshot's files stay a little longer."""
     try:
         await source.ack(tag, stall_ms, error)
     except (RpcTimeout, FaultError) as failed:
