@@ -485,8 +485,8 @@ class Context:
         return self._root(SegmentKind.PROMPT, chat.messages, chat, agent, turn, policy)
 
     def _prompt_text(self, prompt: Prompt | None, segment: int) -> str:
-        """Return the first text that the model reads. If `prompt` begins the path, it is stored as a
-        conversation."""
+        """Return the first text that the model reads. The rendering of a `prompt` is still cached from its
+        call."""
         policy = self._policy[segment]
         known = self.engines[policy].render(prompt).text if prompt is not None else ""
         path = self._path(segment).tolist()
