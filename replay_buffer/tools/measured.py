@@ -97,9 +97,8 @@ class Window:
 
 
 def measured(runs: Sequence[Run]) -> Costs:
-    """Return the costs measured in runs with the same parts, possibly with different settings. The more the
-    batch sizes of the runs differ, the better the estimate of a step's constant cost. Raises
-    `RunFolderError`."""
+    """Return the costs measured in runs with the same parts, possibly with different settings. The more their
+    batch sizes differ, the better the estimate of a step's constant cost. Raises `RunFolderError`."""
     windows = [Window.of(run) for run in runs]
     newest = windows[-1]
     shared = newest.job.trainer.device == "cpu" and newest.job.rollout.device == "cpu"

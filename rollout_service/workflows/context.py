@@ -179,9 +179,9 @@ class Context:
         train: bool = True,
         **sampling: Any,
     ) -> Reply:
-        """Append `prompt` to the path that ends with the segment `parent`, then sample. Without `parent`, a
-        new path begins. `policy` samples the answer. The default is the agent's policy, or else the job's
-        first. All policies on a path must have the same tokenizer.
+        """Append `prompt` to the path of the segment `parent`, or begin a path without it, then sample.
+        `policy` is by default the agent's, or else the job's first. Policies on a path must share a
+        tokenizer.
 
         `prompt` is text, chat messages or token ids. With None, the model continues directly after `parent`.
         Messages after a reply are converted to the text that the chat template appends for them. `rewritten`
@@ -189,10 +189,9 @@ class Context:
         begins a new path with the conversation rendered again. `tools` are schemas for the template of a new
         path. Further keywords replace the job's sampling parameters (`seed=7`, `max_new_tokens=16`, …).
 
-        With `train=False`, the answer is only context and gets no gradient. This is required for answers
-        sampled greedily or with top-p or top-k. The first call sets the prompt text of the episode, and every
-        call sets its response text. `builder.text` can change either. Raises `RequestError` if the engine
-        cannot serve the request."""
+        With `train=False`, the answer is context without gradient, as is required if it is sampled greedily
+        or with top-p or top-k. The first call sets the episode's prompt text, and every call its response
+        text. `builder.text` changes either. Raises `RequestError` if the engine cannot serve the request."""
         root = parent is None
         agent, policy = self.speaker(agent, policy)
         voice = self.engines[policy]
