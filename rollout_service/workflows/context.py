@@ -183,11 +183,11 @@ class Context:
         `policy` is by default the agent's, or else the job's first. Policies on a path must share a
         tokenizer.
 
-        `prompt` is text, chat messages or token ids. With None, the model continues directly after `parent`.
-        Messages after a reply are converted to the text that the chat template appends for them. `rewritten`
-        is the action if the template would change earlier text: `error` raises `TemplateRewrites`, and `root`
-        begins a new path with the conversation rendered again. `tools` are schemas for the template of a new
-        path. Further keywords replace the job's sampling parameters (`seed=7`, `max_new_tokens=16`, …).
+        `prompt` is text, chat messages or token ids. None samples directly after `parent`. Messages after a
+        reply become the text that the chat template appends. `rewritten` is the action if the template would
+        change earlier text: `error` raises `TemplateRewrites`, and `root` begins a new path with the
+        conversation rendered again. `tools` are schemas for the template of a new path. Further keywords
+        replace the job's sampling parameters (`seed=7`, `max_new_tokens=16`, …).
 
         With `train=False`, the answer is context without gradient, as is required if it is sampled greedily
         or with top-p or top-k. The first call sets the episode's prompt text, and every call its response
