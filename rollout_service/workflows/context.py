@@ -180,8 +180,7 @@ class Context:
         **sampling: Any,
     ) -> Reply:
         """Append `prompt` to the path of the segment `parent`, or begin a path without it, then sample.
-        `policy` is by default the agent's, or else the job's first. Policies on a path must share a
-        tokenizer.
+        `policy` is by default the agent's, or else the first. Policies on a path share a tokenizer.
 
         `prompt` is text, chat messages or token ids. None samples directly after `parent`. Messages after a
         reply become the text that the chat template appends. `rewritten` is the action if the template would
