@@ -1,18 +1,18 @@
-"""The front of a job's ledger: the one process that decides. It replies only after Redis has confirmed a
-write.
+"""The front of a job's ledger: the only process that may change it. It sends a reply only after Redis has
+confirmed the write.
 
 Promises:
 
-- Commands are decided one after the other on the index in memory. Their writes go to Redis in the same order,
-  and many may be in flight.
+- Commands are decided one after the other, from the index in memory. Their writes go to Redis in the same
+  order, and many may be in flight.
 - A reply is sent only after its write and every earlier write are confirmed.
 - If a write is not confirmed, the index is dropped immediately, waiting callers get `unavailable`, and the
   index is rebuilt from Redis.
-- A front ends if another front has replaced it, or if its Redis is unusable. `ended` has the reason.
+- A front stops if another front has replaced it, or if its Redis is unusable. `ended` then has the reason.
 
-Deadlines use the ledger's clock, which does not follow changes of the system clock. Deadlines do not approach
-while nobody can renew anything. Between two fronts, the clock stands still. If Redis does not answer, or this
-process is blocked, every deadline moves by the length of the outage.
+Deadlines use the ledger's clock, which ignores changes of the system clock. No deadline comes closer while
+clients cannot renew leases and claims: the clock stands still while no front runs, and an outage of Redis or
+a blocked process moves every deadline by its length.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from replay_buffer.routes import RoutesFile
 BEAT_S = 0.5  # Longest time between two looks at the clock
 OUTAGE_MS = 3_000  # A longer gap between two looks counts as an outage of this process
 ALIVE_MS = 5_000
-"""Time between the keep-alive writes of an idle front. The next front treats the time since the last write as
-an outage."""
+"""Time between the keep-alive writes of an idle front. The next front does not count the time since the last
+write."""
 GATHER_S = 0.02  # Longest wait of a claim for a group to become complete
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
@@ -73,8 +73,8 @@ class Coordinator:
     """The front of a job's ledger. Call `start`, then `execute` and `poll` from any number of coroutines of
     one loop, then `stop`.
 
-    `revive` is awaited before each attempt to reach a lost Redis. `on_confirmed` gets each revision that
-    Redis has confirmed, before any caller does."""
+    `revive` is awaited before each attempt to reconnect to Redis. `on_confirmed` is called with each revision
+    that Redis has confirmed, before the callers of its writes get their replies."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class Coordinator:
         self._revive = revive
         self._on_confirmed = on_confirmed
         self._polls: dict[Edge, dict[asyncio.Event, None]] = {edge: {} for edge in EDGES}
-        """Events of the waiting polls, longest wait first. A poll clears its event before it looks. The edge
-        sets it."""
+        """For each edge, one event per waiting poll, longest wait first. A poll clears its event before it
+        executes its command, and the edge sets it."""
         self._seen_ms = 0
         self._wrote_ms = 0
         self._stopping = False
@@ -130,8 +130,8 @@ class Coordinator:
         self._fire()
 
     async def stop(self) -> None:
-        """Write all decisions and the time, then disconnect from Redis. Because of the time, an outage counts
-        only from this planned stop on."""
+        """Write all decisions and the present time, then disconnect from Redis. The next front continues the
+        clock from that time."""
         self.stop_waiting()
         if self.index is not None:
             self._take(self.index, KeepAlive())
@@ -142,7 +142,7 @@ class Coordinator:
         await self._store.close()
 
     async def execute(self, command: Command, attachments: Sequence[Bytes | BlobRef] = ()) -> Decision:
-        """Decide, write, and return the decision after Redis has confirmed it.
+        """Decide on the command, write the decision, and return it after Redis has confirmed it.
 
         Raises `FaultError("unavailable")` if the confirmation is unknown. The command may be repeated."""
         index = self._ready()
@@ -167,8 +167,8 @@ class Coordinator:
         routed: Sequence[int] = (),
         routes: Sequence[memoryview] = (),
     ) -> Decision:
-        """Execute a put. Its large episodes are on disk before the decision. The `routes` of the samples
-        `routed` are on disk, too, unless this front keeps no routes."""
+        """Execute a put. Write its large episodes to disk before the decision, and also the `routes` of the
+        samples `routed`, unless this front keeps no routes."""
         self._ready()
         group_id, kept = command.group_id, self._store.routes if routed else None
         files: dict[int, RoutesFile] = {}
@@ -208,11 +208,11 @@ class Coordinator:
         more_comes: Callable[[Index], bool] | None = None,
         again: asyncio.Event | None = None,
     ) -> Message:
-        """Execute the command. While the reply is empty, execute again whenever `edge` fires, for at most
-        `wait_ms`. The event `again` makes only this poll look again.
+        """Execute the command. While the reply is empty, execute it again whenever `edge` fires, for at most
+        `wait_ms`. Setting the event `again` repeats the command for this poll only.
 
-        If `more_comes` returns true, a reply may wait for `GATHER_S`, because fewer and larger replies cost
-        less."""
+        If `more_comes` returns true for a reply, the poll may wait up to `GATHER_S` for more, because fewer
+        and larger replies cost less."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + wait_ms / 1000
         gather_s = deadline_s if more_comes is not None else 0.0
@@ -252,7 +252,7 @@ class Coordinator:
         return await self._store.routes.read(wanted)
 
     def tasks(self, task_ids: Sequence[str]) -> list[Task]:
-        """Return the existing tasks among these. Raises `FaultError("unavailable")`."""
+        """Return those of the given tasks that exist. Raises `FaultError("unavailable")`."""
         table, found = self._ready().tasks, []
         for task_id in task_ids:
             with contextlib.suppress(ValueError, IndexError):
@@ -309,8 +309,8 @@ class Coordinator:
             self._take(index, KeepAlive())
 
     def _until_change(self, edge: Edge, left_s: float) -> float:
-        """Return how long to wait for an edge at most. The trainer's wait for overtaken groups ends without
-        an event."""
+        """Return the longest time to wait for an edge. It is limited because the trainer's wait for overtaken
+        groups ends by time, without an event."""
         due_ms = self.index.overtaken_due_ms if edge == "batch" and self.index is not None else None
         return left_s if due_ms is None else min(left_s, max(0.001, (due_ms - self.now_ms) / 1000))
 
@@ -363,7 +363,8 @@ class Coordinator:
         )
 
     def _on_failure(self, error: StoreError) -> None:
-        """Handle a write that was not confirmed: every decision based on it is invalid."""
+        """Handle a write that was not confirmed. Every decision based on it is invalid, so the index is
+        dropped."""
         self.index = None
         self._note(error)
         self._fire()
@@ -372,7 +373,7 @@ class Coordinator:
             self._spawn(self._rebuild(error))
 
     def _note(self, error: StoreError) -> None:
-        """Record the error for callers that ask meanwhile, and log each new reason once."""
+        """Record the error for callers that ask during the outage, and log each new reason once."""
         if str(error) != self._why and self._trouble is not None:
             log.warning("waiting for Redis", reason=str(error))
         self._why = str(error)
@@ -471,7 +472,7 @@ def note_loaded(index: Index, *, front_epoch: int, idle_ms: int, lost_writes: in
 
 
 def note_decided(index: Index, writes: WriteSet, command: str, *, front_epoch: int) -> None:
-    """Log that `writes` were decided on `index`, which does not contain them yet."""
+    """Log the decided `writes`. `index` does not contain them yet."""
     if not recording():
         return
     moved: dict[str, list[Any]] = {}
@@ -538,7 +539,7 @@ def _named(index: Index, what: Any, policy: str) -> Any:
 
 
 def _standing(group: GroupRecord | None, policy: str) -> tuple[str, int]:
-    """Return the state of a group for a policy, and its step. ("", -1) if there is no group."""
+    """Return the state of a group for a policy, and its step. Return ("", -1) if there is no group."""
     if group is None or policy not in group.training:
         return "", -1
     return GroupState(group.state_for(policy)).name, group.training[policy].step

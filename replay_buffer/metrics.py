@@ -1,4 +1,4 @@
-"""The buffer's Prometheus series, read from figures that are about one second old."""
+"""The buffer's Prometheus series, exported from figures that are at most about one second old."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ WAITS: dict[Trouble, str] = {
     "replica": "Redis has no master for the buffer to write to",
     "refused": "Redis refuses what the buffer asks, see the log of the buffer",
 }
-"""Text for a buffer that waits because it cannot write, as used in reports of a stall."""
+"""Reason why a buffer cannot write, in the words of a stall report."""
 
 
 class BufferCollector(Collector):
-    """Collector of the last figures that it was given. A scrape runs in a thread of its own, so it never
-    reads the ledger.
+    """Collector that exports the last figures it was given. A scrape runs in a thread of its own, so it must
+    not read the ledger.
 
-    `last_write` returns the confirmation of the last write. While it is pending, the buffer waits for Redis.
-    `rules` has the limits that are exported beside the figures."""
+    `last_write` returns the future for the confirmation of the last write. While it is pending, the buffer
+    waits for Redis. `rules` has the limits that are exported beside the figures."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class BufferCollector(Collector):
         return ServiceFigures(buffer=self._stats)
 
     def unconfirmed_s(self) -> float:
-        """Return for how many seconds, at least, Redis has confirmed nothing although writes are pending. 0
-        if none is.
+        """Return a lower bound of the seconds for which Redis has confirmed nothing although writes are
+        pending, or 0 if none is pending.
 
-        Writes are confirmed in order, so a write sent after the last look gives no new information."""
+        Writes are confirmed in order, so checking the last write of the previous call is enough."""
         if self._awaited is not None and not self._awaited[0].done():
             return self._clock() - self._awaited[1]
         write = self._last_write()

@@ -1,11 +1,13 @@
-"""Routes of stored episodes: files beside the buffer, whatever their size and wherever its Redis runs.
+"""Storage of the routes of stored episodes (the experts chosen for each token). They are always in files
+beside the buffer, whatever their size and wherever its Redis runs.
 
 Promises: Redis contains no bytes of routes. The routes of a stored episode exist until the episode's bytes
 are freed, and `GRACE_S` longer, because a reply may still need them.
 
-No record refers to the files. A file's name contains the ids of its routes and their size. So the ledger and
-Redis do not know about routes. Files that a crash leaves are removed when the store is opened. If the routes
-of an episode are lost, for example after the front moved to another host, it is trained without them.
+No record refers to the files, so neither the ledger nor Redis has any data about routes. A file's name
+contains the group and the sample of its episode, and its size. Files that a crash leaves are removed when the
+store is opened. If the routes of an episode are lost, for example after the front moved to another host, it
+is trained without them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 PREFIX = "routes-"
-"""Prefix of their file names. Episode files are in the same folder."""
+"""Prefix of the names of these files, to distinguish them from episode files in the same folder."""
 GRACE_S = 3.0
 
 Place = tuple[str, int]
@@ -80,8 +82,9 @@ class RouteFiles:
     async def write(
         self, group_id: str, samples: Sequence[int], given: Sequence[memoryview]
     ) -> dict[int, RoutesFile]:
-        """Write the routes of these samples into files. Pass the files to `settled` once it is decided which
-        samples are stored. If the disk is full or fails, raises OSError and leaves no file."""
+        """Write the routes of these samples into files. The caller must pass the files to `settled` once it
+        is decided which samples are stored. If the disk is full or fails, raises OSError and leaves no
+        file."""
         files = {
             sample: self._named(group_id, sample, len(routes))
             for sample, routes in zip(samples, given, strict=True)

@@ -2,14 +2,14 @@
 
 Promises:
 
-- `staleness_is_bounded`: no batch has a unit older than η steps, whatever failed or was late.
+- `staleness_is_bounded`: no batch has a unit older than η steps, whatever fails or is late.
 - `trained_effectively_once`: an acknowledged episode is in Redis, as durable as the acknowledgement says, and
   in at most one batch. Every message may be repeated.
 - `groups_are_whole`: a batch has whole groups, each with all its episodes and their scores.
-- `nothing_is_unbounded`: stored data and running requests have limits. At a limit, leases wait.
+- `nothing_is_unbounded`: stored data and running requests have limits. At a limit, lease requests wait.
 
-The service does not judge the content of an episode. The reward service does. The buffer does not survive the
-loss of both Redis and its files. The job then resumes from the last checkpoint."""
+The reward service, not this one, judges the content of an episode. If both Redis and its files are lost, the
+ledger is lost too, and the job resumes from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ LANES = {
     "lease": Lane(2, most_waiting=4096),
     "put": Lane(1, most_waiting=4096, most_bytes=256 << 20, most_running=PUTS_RUNNING),
 }
-"""Priorities of requests. Scoring and training make room, and puts use it."""
+"""Lanes of requests. Scoring and training have a larger share than puts, because they free room in the buffer
+and puts use it."""
 LANE_OF: dict[type[Message], str] = {
     Claim: "score",
     PutVerdicts: "score",
@@ -88,8 +89,8 @@ log = get_logger("buffer")
 
 
 def lane_of(request: Message) -> str:
-    """Return the lane of a request. Requests without an entry get the trainer's lane, because they are few
-    and cheap."""
+    """Return the lane of a request. Requests without an entry in `LANE_OF` get the trainer's lane, because
+    they are few and cheap."""
     return LANE_OF.get(type(request), "train")
 
 
@@ -98,7 +99,7 @@ def _wait_ms(message: Lease | Claim | NextBatch) -> int:
 
 
 class BufferServer:
-    """Server of one job's requests. The coordinator answers them."""
+    """Server of one job's requests. The coordinator decides the answers."""
 
     def __init__(self, coordinator: Coordinator, job: str, store: Store) -> None:
         self._coordinator = coordinator
@@ -106,7 +107,7 @@ class BufferServer:
         self._store = store
         self._redis_bytes = 0
         self._lease_waits: dict[str, asyncio.Event] = {}
-        """Worker → event that makes its newest lease request look again."""
+        """Worker → event that makes the buffer execute the worker's newest waiting lease request again."""
         self.handlers: dict[type[Request[Any]], Handler] = {
             **dict.fromkeys((asked for asked in DECIDES if issubclass(asked, Request)), self._execute),
             Lease: self._lease,
@@ -119,7 +120,8 @@ class BufferServer:
             Stats: self._stats,
             SeeTasks: self._see_tasks,
         }
-        """Handlers of requests: some need only the ledger's decision, others need more."""
+        """Handlers of requests. Most requests need only the ledger's decision (`_execute`), and the others
+        have a method of their own."""
         self.handle = by_type("buffer", self.handlers)
 
     async def _execute(self, peer: Peer, message: Request[Any], attachments: list[memoryview]) -> Answer:
@@ -139,8 +141,8 @@ class BufferServer:
             await asyncio.sleep(FIGURES_S)
 
     async def _lease(self, peer: Peer, message: Lease, attachments: list[memoryview]) -> Answer:
-        """Answer a lease request. If the worker asks again, it serves another version now. Its older request
-        is then answered immediately, so that old requests do not occupy the worker's places."""
+        """Answer a lease request. A worker asks again only when it serves another version. Its older request
+        is then answered immediately, so that it does not take up the worker's share of waiting requests."""
         self._look_again(message.worker)
         current = self._lease_waits[message.worker] = asyncio.Event()
 
@@ -155,7 +157,7 @@ class BufferServer:
                 del self._lease_waits[message.worker]
 
     def _look_again(self, worker: str) -> None:
-        """Make only this worker's waiting lease requests look again."""
+        """Execute only this worker's waiting lease request again."""
         if (waiting := self._lease_waits.get(worker)) is not None:
             waiting.set()
 
@@ -256,7 +258,7 @@ class BufferServer:
 
 
 def read_arrival(job: str, group_id: str, sample: int, blob: memoryview) -> Arrival:
-    """Return the facts that an episode's bytes contain, checked against the facts in the message."""
+    """Return the properties of an episode that its bytes contain, checked against those in the message."""
     try:
         episode = unpack(blob)
         versions = {

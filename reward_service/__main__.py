@@ -21,7 +21,7 @@ log = get_logger("reward")
 
 
 async def main(ctx: ServiceContext) -> None:
-    """Serve the job: start its rewards, connect to its buffer, and run the loops of `RewardServer`."""
+    """Serve the job: start its rewards, connect to its buffer, and run `RewardServer`."""
     client = Client(ctx.buffer, job=ctx.job.job, role="reward", name=ctx.name, access=ctx.keys)
     async with contextlib.AsyncExitStack() as stack:
         try:

@@ -1,6 +1,8 @@
-"""Verdicts from the results and errors of rewards: validated, finite, of bounded size. Pure.
+"""Conversion of results and errors of rewards to verdicts that are validated, finite and of bounded size.
+Pure.
 
-Imports no numpy, because only a reward that names parts of an episode needs to decode the episode.
+This module does not import numpy, because only a reward that names parts of an episode needs to decode the
+episode.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ LIBRARIES = (
     f"{Path(inspect.getfile(Score)).parents[1]}/",
     "<frozen ",
 )
-"""Folders of code that is not the user's."""
+"""Folders of installed code, which is not the user's."""
 
 
 class NoVerdict(Exception):
-    """The result is not a verdict. The caller must use `verdict` instead."""
+    """The result of a reward cannot be used. The caller must use the error `verdict` instead."""
 
     def __init__(self, message: str, kind: str = "return_type") -> None:
         super().__init__(message)
@@ -40,8 +42,8 @@ class NoVerdict(Exception):
 def as_verdict(result: object, given: RewardInput | None = None) -> Verdict:
     """Return the verdict for a reward's result about `given`.
 
-    The result is a score only if every number in it is real and finite and every part belongs to the episode.
-    A reward may also return `Failure` and `Timeout`.
+    The verdict is a score only if every number in the result is real and finite and every part belongs to the
+    episode. A reward may also return `Failure` and `Timeout`.
     """
     try:
         match result:
@@ -147,8 +149,8 @@ def _kind(value: object) -> str:
 def describe(error: BaseException) -> str:
     """Return a text such as `ValueError: text (line 12 of reward.py)`.
 
-    Its length is bounded even if the error's own text fails. The line is the last executed line of the user's
-    own code, not of a library.
+    Its length is bounded, also if the error's own text is long or cannot be computed. The line is the last
+    executed line of the user's own code, not of a library.
     """
     try:
         text = str(error)

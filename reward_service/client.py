@@ -1,4 +1,4 @@
-"""Scoring inside the caller's process, by the same rewards and rules as the reward service."""
+"""Scoring on behalf of the calling process, with the same rewards and rules as the reward service."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class LocalScorer(Router):
     """A scorer: `async with LocalScorer(job.reward, workers=1) as scorer: verdicts = await
     scorer.score(inputs)`.
 
-    Entering starts the rewards and raises `RewardLoadError` if one cannot be loaded. Leaving stops them.
-    `workers` defaults to the section's value. Verdicts are not retried.
+    `async with` starts the rewards, raises `RewardLoadError` if one cannot be loaded, and stops them at its
+    end. `workers` defaults to the value in the job's section `reward`. A verdict without a score is not
+    retried.
     """
 
     async def score(
@@ -25,9 +26,9 @@ class LocalScorer(Router):
     ) -> list[Verdict]:
         """Return one verdict for each input, in the order of the inputs.
 
-        Each input goes to the reward of its task. Under scope `group`, inputs with the same entry in `groups`
-        (one for each input) are one call. Without `groups`, each input is its own group. Concurrent calls
-        share the workers.
+        Each input goes to the reward of its task. `groups` has one entry for each input. Under scope `group`,
+        inputs with equal entries are scored in one call. Without `groups`, each input is its own group.
+        Concurrent calls of this method share the workers.
         """
         return [verdict for verdict, _ in await self.score_timed(inputs, groups)]
 

@@ -1,6 +1,6 @@
 """`RewardInput`, the one argument of a reward.
 
-Imports no numpy, because only a reward that uses the episode needs to decode it.
+This module does not import numpy, because only a reward that uses the episode needs to decode it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OF_TASK = ("ground_truth", "data_source", "ability", "reward_style", "extra_info
 
 
 class RewardInput(msgspec.Struct, kw_only=True, dict=True):
-    """An answer to a task, with data of its episode: the argument of a reward function."""
+    """The argument of a reward function: an answer to a task, with data of its episode."""
 
     prompt: str = ""
     """The prompt as text, as the model saw it."""
@@ -40,15 +40,16 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
     response_tokens: int = 0
     """Number of tokens that the model sampled."""
     truncated: bool = False
-    """Whether the last answer ended at its length limit."""
+    """Whether the model's last answer was cut off at its length limit."""
     fault: str = ""
-    """Reason why the episode ended early by its answers' fault. Always empty when a reward is called."""
+    """Reason why the episode ended early, if its answers caused that. It is always empty when a reward is
+    called, because such episodes reach no reward."""
     blob: bytes = b""
     """The episode's codec blob, or empty if the caller has only texts."""
 
     @classmethod
     def to(cls, task: Task, **given: Any) -> Self:
-        """Return the input about an answer to `task`. `given` are its other fields."""
+        """Return the input for an answer to `task`. `given` has the fields that do not come from the task."""
         shared = {name: getattr(task, name) for name in OF_TASK}
         return cls(is_chat=not isinstance(task.prompt, str), **shared, **given)
 
@@ -69,7 +70,7 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
 
     @cached_property
     def spoken(self) -> str:
-        """Return the response without its thoughts.
+        """Return the response without the model's thoughts.
 
         Thoughts are texts between `<think>` and `</think>`, before a `</think>` without an opening tag, and
         after a `<think>` without a closing tag. The opening tag may be at the prompt's end.

@@ -20,7 +20,8 @@ ERRORS = Counter(
     ["reward", "error"],
 )
 MOST_KINDS = 32
-"""Largest number of error kinds per reward. Users' functions and servers choose the names of kinds."""
+"""Largest number of error kinds to count per reward. The limit is necessary because users' functions and
+servers choose the names of kinds."""
 LONGEST_KIND = 64
 REFUSED = Counter(
     "areal_reward_verdicts_refused",

@@ -1,9 +1,9 @@
-"""A process that computes verdicts, from its owner's side: start, send, kill, reap.
+"""The owner's side of a process that computes verdicts: start it, send frames, kill and reap it.
 
 Promises: frames of the process arrive in order, including frames that it sent just before it died. `on_exit`
 is called exactly once, after the last frame. By then the whole process group is killed and the process is
-reaped. Its output is logged up to a rate, and the end of it is kept to explain a death. Printing never blocks
-the process for long.
+reaped. Its output is logged up to a limited rate, and the end of its output is kept to explain its death.
+Printing never blocks the process for long.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ OUTPUT_BURST_BYTES = 32 << 10
 
 
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""One thread each for numerical libraries, because the pool's processes already run in parallel."""
+"""Environment variables that limit numerical libraries to one thread, because the pool's processes already
+run in parallel."""
 
 
 on_print: ContextVar[Callable[[int, str], None]] = ContextVar(
@@ -41,7 +42,8 @@ on_print: ContextVar[Callable[[int, str], None]] = ContextVar(
 
 
 class WorkerProcess:
-    """A running `reward_service.pool.worker`. It needs the event loop that created it. Raises `OSError`."""
+    """A running process of `reward_service.pool.worker`. It belongs to the event loop that created it. Raises
+    `OSError`."""
 
     def __init__(self, on_frame: Callable[[bytes], None], on_exit: Callable[[str], None]) -> None:
         """Start the process. Both callbacks run in the loop.
@@ -86,7 +88,7 @@ class WorkerProcess:
             self._write()
 
     def kill(self) -> None:
-        """Kill the whole process group. `on_exit` follows. A repeated call is harmless."""
+        """Kill the whole process group. `on_exit` is called later. It is harmless to kill again."""
         self._child.kill()
 
     def memory_bytes(self) -> int:
@@ -148,7 +150,8 @@ class WorkerProcess:
 
 
 class ProcessOutput:
-    """The standard output and error of a process: logged up to a rate, with the end kept."""
+    """The standard output and error of a process. They are logged up to a limited rate, and their end is
+    kept."""
 
     def __init__(self, fd: int, pid: int) -> None:
         os.set_blocking(fd, False)
@@ -187,7 +190,7 @@ class ProcessOutput:
         return True
 
     def finish(self) -> None:
-        """Pass on the last line if it has no newline."""
+        """Log the last line if it has no newline."""
         self._pass_on(self._line)
         self._line = b""
 

@@ -1,9 +1,10 @@
-"""Routes from tasks to scorers: the pool of processes, or the backend of a reward that is not a function.
+"""The router of calls to their scorers: the pool of processes, or the backend of a reward that is not a
+function.
 
 Promises: every submitted call gets its verdicts exactly once and in bounded time. This holds even if a
-backend loses the call: a call that waits longer than all calls before it could take is a `Timeout`. If an
-answer could not be judged by its own fault, its score is `reward.on_fault.score`. An episode that ended early
-by its answers' fault reaches no reward.
+backend loses a call: after the longest time that it and all calls before it could take, it gets the verdict
+`Timeout`. An answer that could not be judged through its own fault gets the score `reward.on_fault.score`. An
+episode that ended early through its answers' fault gets this score too, and no reward is called.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ LOOK_S = 0.25
 class Router:
     """A router: `async with Router(job.reward) as router: await router.submit(spec, calls, on_verdicts)`.
 
-    Entering starts the scorers and raises `RewardLoadError` if a reward cannot be loaded.
+    `async with` starts the scorers and raises `RewardLoadError` if a reward cannot be loaded.
     """
 
     def __init__(self, section: RewardSection, workers: int | None = None, *, inline: bool = False) -> None:
-        """Create the router. With `inline`, functions run in this process, and their errors end it
+        """Create the router. With `inline`, reward functions run in this process, and their errors end it
         (`pool/inline.py`)."""
         self.routing = Routing(section)
         self.specs = self.routing.specs
@@ -149,20 +150,21 @@ class Router:
 
 
 def watch(working: Router | WorkerPool) -> None:
-    """Let the process gauges show `working` from now on."""
+    """Make the process gauges show the processes of `working` from now on."""
     metrics.WORKERS_ALIVE.set_function(lambda: working.alive)
     metrics.WORKERS_BUSY.set_function(lambda: working.busy)
     metrics.QUEUED.set_function(lambda: working.queued)
 
 
 def _sendable(given: RewardInput) -> RewardInput:
-    """Return `given` without halves of surrogate pairs in its answer, because they cannot be encoded."""
+    """Return `given` without lone surrogates in its answer, because they cannot be encoded in UTF-8."""
     response = given.response.encode(errors="replace").decode()
     return given if response == given.response else msgspec.structs.replace(given, response=response)
 
 
 def _failed(given: RewardInput) -> Verdict | None:
-    """Return the verdict for an episode that ended early by its answers' fault, or None for any other."""
+    """Return the verdict for an episode that ended early through its answers' fault, or None for any other
+    episode."""
     kind, _, message = given.fault.partition(": ")
     return Failure(kind, message, fault=FaultOf.ANSWER) if given.fault else None
 
@@ -176,12 +178,12 @@ class OpenCall:
     on_verdicts: OnVerdicts
     since_s: float
     ahead: int
-    """Calls that the backend already had when it got this call."""
+    """Number of calls that the backend already had when it got this call."""
     deadline_s: float = 0.0
 
 
 class WatchedBackend:
-    """A backend, with the deadlines of its calls."""
+    """A backend whose calls get a `Timeout` if the backend does not answer them in time."""
 
     def __init__(self, spec: RewardSpec, backend: ScoringBackend, *, grace_s: float = GRACE_S) -> None:
         self.backend = backend
@@ -214,9 +216,10 @@ class WatchedBackend:
         await self.backend.submit(calls, take)
 
     def _put_off(self, batch: Sequence[OpenCall]) -> None:
-        """Set or extend deadlines by the present duration of the backend's calls.
+        """Set or extend the deadlines of calls, from the backend's present duration of a call.
 
-        The backend may learn this duration only from the calls themselves.
+        Deadlines must be extended, because the backend may learn this duration only from the calls
+        themselves.
         """
         capacity = max(1, self.backend.capacity)
         round_s = max(self._spec.timeout_s, self.backend.call_seconds) + 1.0

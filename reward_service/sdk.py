@@ -1,4 +1,4 @@
-"""Definition of a reward: one function, marked `@reward`, in the user's own file.
+"""Definition of rewards. A reward is a function, marked `@reward`, in a file of the user.
 
     from areal_async import RewardInput, reward
 
@@ -7,9 +7,9 @@
         return 1.0 if given.ground_truth in given.response and len(given.response) < 200 else 0.0
 
 The job file names it as `reward: {name: path.py:concise}`. The function may be `async`. It returns a real
-number, a `Score` (value and named components) or an `Abstain`. Functions with the signatures of verl and TRL
-need no mark (`signatures.py`). Every other outcome (an exception, another type, NaN, a hang, a crash) becomes
-a verdict that names it, never a score of 0.
+number, a `Score` (value and named components) or an `Abstain`. Every other outcome (an exception, another
+type, NaN, a hang, a crash) becomes a verdict that names it, never a score of 0. Functions with the signatures
+of verl and TRL need no mark (`signatures.py`).
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ BUILT_IN = {
     "judge": "reward_service.backends.judge:JudgeReward",
     "reward_model": "reward_service.backends.reward_model:RewardModelReward",
 }
-"""`module:attribute` by the name of a built-in reward.
+"""Built-in rewards: name → `module:attribute`.
 
-It is a function marked `@reward`, or a `BackendReward` (reward_service.backends) that is scored outside the
-pool.
+The attribute is a function marked `@reward`, or a `BackendReward` (`reward_service.backends`) that is scored
+outside the pool.
 """
 
 MARK = "__areal_reward__"
@@ -78,7 +78,7 @@ MARK = "__areal_reward__"
 class RewardLoadError(ArealError):
     """A reward cannot be loaded. The text says what is missing and what to do.
 
-    `may_pass` means that something is unavailable and may come back without a change to the job.
+    `may_pass` means that the cause is something unavailable, which may come back without a change to the job.
     """
 
     def __init__(self, message: str, *, may_pass: bool = False) -> None:
@@ -93,7 +93,7 @@ def time_left_s() -> float:
 
 @contextmanager
 def deadline_in(timeout_s: float) -> Iterator[None]:
-    """Run a call whose deadline is in `timeout_s`."""
+    """Set the deadline of the reward call that runs inside this context to `timeout_s` from now."""
     token = _ends_s.set(time.monotonic() + timeout_s)
     try:
         yield
@@ -105,7 +105,8 @@ class Mark(msgspec.Struct, frozen=True):
     """The mark that `@reward` puts on a function."""
 
     batch: int = 0
-    """Most inputs of one call. 0 means one input that is not in a list."""
+    """Largest number of inputs of one call. 0 means that the function takes a single input instead of a
+    list."""
     scope: Scope = "episode"
 
     @property
@@ -134,15 +135,15 @@ def reward(
     """Mark a function, sync or async, as a reward. The function itself does not change.
 
     - `@reward` takes one `RewardInput` and returns one result.
-    - `@reward(batch=n)` takes a list of at most `n` unrelated inputs and returns a list with the result of
+    - `@reward(batch=n)` takes a list of at most `n` unrelated inputs and returns a list with one result for
       each.
-    - `@reward(scope="group")` takes the list of all episodes of one group in sample order and returns such a
-      list too.
+    - `@reward(scope="group")` takes a list of the inputs of one whole group, in sample order, and returns a
+      list with one result for each.
 
-    Keyword arguments come from `reward.args`. `arguments` is the `Section` that checks them in a job file if
-    the function's own parameters are not precise enough. Raises `TypeError` for an object that cannot be
-    called with one positional argument. Raises `ValueError` for a batch below 0, and for a batch together
-    with the group scope.
+    Keyword arguments come from `reward.args`. If the function's own parameters are not precise enough to
+    check these in a job file, `arguments` is a `Section` that does. Raises `TypeError` for an object that
+    cannot be called with one positional argument. Raises `ValueError` for a batch below 0, and for a batch
+    together with the group scope.
     """
     if batch < 0 or (batch and scope == "group"):
         asked = f"@reward(batch={batch}, scope={scope!r})"
@@ -169,7 +170,7 @@ def reward(
 
 
 def own_file(name: str) -> Path | None:
-    """Return the file of a user's reward, or None for other rewards."""
+    """Return the file of a reward from a user's file, or None for other rewards."""
     path_text, _, attribute = name.rpartition(":")
     return Path(path_text) if attribute and path_text.endswith(".py") else None
 
@@ -177,8 +178,9 @@ def own_file(name: str) -> Path | None:
 def load_reward(name: str, *, source: bytes | None = None) -> RewardFunction:
     """Return the reward `name`: a built-in one, `path.py:function`, or one of an installed package.
 
-    Executes the file's code, or `source` instead of the file's present text. The file's folder is added to
-    the import path, so the file may import its neighbours. Raises `RewardLoadError`.
+    Executes the code of the user's file, or `source` instead of the present text of the file. The folder of
+    the file is added to the import path, so that the file may import its neighbours. Raises
+    `RewardLoadError`.
     """
     if (path := own_file(name)) is None:
         # Imported here, because a scoring process of a user's reward does not need it.

@@ -3,11 +3,11 @@
 Promises:
 - Every claimed episode gets exactly one verdict, which is sent until the buffer accepts or refuses it.
 - A slow call delays neither the claims nor the verdicts of other calls.
-- The held work is bounded in episodes, bytes and seconds.
+- The amount of claimed work is bounded in episodes, bytes and seconds.
 - The service waits while the buffer is unavailable.
 - A stop ends within `STOP_LIMIT_S` plus the closing of the scorers, and leaves no process.
 
-The buffer's policy decides about verdicts without a score.
+The buffer, not this service, decides what happens after a verdict without a score.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ RETRY_PAUSE_S = 0.5
 STOP_LIMIT_S = 2.0  # time for running calls and unsent verdicts after the order to stop
 MAX_VERDICTS = 512  # verdicts in one message, unless one claim has more
 MAX_BYTES = 16 << 20
-"""The verdict that reaches this size ends its message. The wire accepts four times as much."""
+"""Size of a message of verdicts at which no more are added. The protocol accepts messages of four times this
+size."""
 VALUE_BYTES = 9  # size of a float in msgpack
 
 
@@ -55,7 +56,7 @@ ClaimedCall = list[tuple[ClaimedEpisode, RewardInput]]
 
 
 class RewardState:
-    """Calls of one reward that the service has, and figures of earlier calls."""
+    """Calls of one reward that the service is working on, and figures of earlier calls."""
 
     def __init__(self, spec: RewardSpec) -> None:
         self.spec = spec
@@ -97,8 +98,8 @@ class RewardServer:
     async def run(self, stop: asyncio.Event) -> None:
         """Score until `stop` is set.
 
-        Raises errors after which scoring cannot continue: a `RewardLoadError`, or a `FaultError` that no
-        retry cures.
+        Raises errors after which scoring cannot continue: a `RewardLoadError`, or a `FaultError` for which a
+        retry is pointless.
         """
         for held in self._of.values():
             metrics.QUEUE_AGE.labels(held.spec.label).set_function(held.age_s)
@@ -164,7 +165,7 @@ class RewardServer:
         ]
 
     def _take(self, items: list[ClaimedEpisode], blobs: Sequence[memoryview]) -> None:
-        """Give claimed episodes to their scorers. An unreadable episode gets its verdict at once."""
+        """Give claimed episodes to their scorers. An unreadable episode gets a verdict at once."""
         calls: defaultdict[str, list[ClaimedCall]] = defaultdict(list)
         for episodes in _calls(items, blobs):
             held = self._of[self._router.routing.of(episodes[0][0].task).key]
@@ -277,7 +278,7 @@ def _as_event(item: EpisodeVerdict) -> list[str | float | None]:
 def _calls(
     items: list[ClaimedEpisode], blobs: Sequence[memoryview]
 ) -> Iterator[list[tuple[ClaimedEpisode, memoryview]]]:
-    """Yield the episodes of each call: one episode, or those of one claim under scope `group`."""
+    """Yield the episodes of each call: a single episode, or under scope `group` all episodes of one claim."""
 
     def call(pair: tuple[ClaimedEpisode, memoryview]) -> str | int:
         return pair[0].claim_id if pair[0].scope == "group" else id(pair[0])
@@ -287,10 +288,10 @@ def _calls(
 
 
 def portion(waiting: Sequence[EpisodeVerdict]) -> int:
-    """Return the length of the next message, or 0 if no verdict waits.
+    """Return the number of verdicts in the next message, or 0 if no verdict waits.
 
-    Consecutive verdicts of one claim stay together. If a group is judged as one, a first half could otherwise
-    be masked or dropped before the second half requests a new judgement.
+    Consecutive verdicts of one claim stay together. Otherwise, if a group is scored as one, the buffer could
+    mask or drop the first half of the group before the second half requests that the group be scored again.
     """
     size_bytes = 0
     for index, verdict in enumerate(waiting):
@@ -302,7 +303,7 @@ def portion(waiting: Sequence[EpisodeVerdict]) -> int:
 
 
 def _size_bytes(item: EpisodeVerdict) -> int:
-    """Return the approximate size. Only fields that can be large count."""
+    """Return the approximate size of a verdict, from the fields that can be large."""
     parts = item.verdict.parts if isinstance(item.verdict, Score) else None
     values = 0 if parts is None else len(parts.units) + 2 * (len(parts.segments) + len(parts.agents))
     return len(item.episode_id) + len(item.claim_id) + VALUE_BYTES * values
@@ -316,35 +317,38 @@ MAX_PENDING_BYTES = 64 << 20
 MAX_CLAIM = 256
 HOLD_S = 1.0  # work held at once, in seconds of all workers: enough that no worker waits for a claim
 DEADLINE_SHARE = 0.25
-"""Largest share of a claim's deadline that held work may take, so that claims do not expire in our queue."""
+"""Largest share of the time until a claim's deadline that the claimed work may take, so that claims do not
+expire in the queue of this service."""
 
 
 @dataclass(frozen=True)
 class ClaimLoad:
-    """The figures of one reward's calls that determine how many episodes to claim."""
+    """Figures of one reward's calls, from which follows how many episodes to claim."""
 
     workers: int
-    """Number of episodes that are scored at once. Under scope `group` a worker has a whole group."""
+    """Number of episodes that can be scored at once. Under scope `group`, each worker scores a whole
+    group."""
     call_s: float
     calls_done: int
     """Number of episodes of finished calls."""
     pending: int
-    """Number of episodes of this reward."""
+    """Number of this reward's episodes that are claimed and have no verdict."""
     pending_bytes: int
-    """Bytes of all rewards together."""
+    """Bytes of the claimed episodes of all rewards together."""
     deadline_s: float
-    """Deadline of the last claim, or infinity before the first."""
+    """Seconds from the last claim to its deadline, or infinity before the first claim."""
 
 
 def episodes_to_claim(loads: Sequence[ClaimLoad]) -> int:
-    """Return the number of episodes to claim now: at most `MAX_CLAIM`, and 0 if enough are held.
+    """Return the number of episodes to claim now: at most `MAX_CLAIM`, and 0 if enough are already claimed.
 
-    The reward of an episode is known only after its claim. The number follows the reward with the least work,
-    until another reward has reached its limit. A slow reward therefore does not starve a quick one, unless
-    nearly all episodes are for the slow one.
+    Which reward an episode needs is known only after its claim. The number therefore depends on the reward
+    with the least work, as long as no other reward has reached its limit. So a slow reward does not starve a
+    quick one, unless nearly all episodes are for the slow one.
 
     The number starts small and grows with the finished calls, because the speed of a reward is unknown at
-    first. An episode that is claimed too early is not available to other scorers, and its claim may expire.
+    first. An episode must not be claimed too early, because then no other scorer can take it, and its claim
+    may expire.
     """
     if any(load.pending >= _most(load) for load in loads):
         return 0
@@ -365,7 +369,8 @@ def _wanted(load: ClaimLoad) -> int:
 
 
 def _most(load: ClaimLoad) -> int:
-    """Return the number of a reward's episodes that end well before their claims do, with a fixed minimum."""
+    """Return the largest number of episodes that the reward can score well before their claims expire, with a
+    fixed minimum."""
     if math.isinf(load.deadline_s):
         return max(_wanted(load), MAX_PENDING)
     return max(_wanted(load), 4 * load.workers, _within(load, load.deadline_s * 2 * DEADLINE_SHARE))

@@ -5,10 +5,11 @@
 | `f(data_source, solution_str, ground_truth, extra_info=None, …)` | verl's `compute_score` |
 | `f(completions, …)`, with `prompts` and columns as parameters | TRL |
 
-Each parameter is filled by its name. `reward.args` gives further values. A TRL reward gets lists of one
-answer, or of a group's answers if the scope is `group`. Its columns come from `extra_info`, and a usual name
-of the answer means the ground truth. A completion is a text, or a list of one message if the task's prompt is
-a list of messages. A function that is marked `@reward` is called as a reward of ours.
+Each parameter gets its value by its name. `reward.args` gives further values. A TRL reward gets lists with
+one answer, or with all answers of a group if the scope is `group`. Its columns come from `extra_info`. A
+column with a usual name for the correct answer is the ground truth. A completion is a text, or a list of one
+message if the task's prompt is a list of messages. A function marked `@reward` is never treated this way,
+whatever its parameters.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ OWN_COLUMNS = ("data_source", "ability", "reward_style", "extra_info")
 
 
 def adapted(function: Any) -> Callable[..., Any] | None:
-    """Return the function as a reward of `RewardInput`, with its other parameters as keywords.
+    """Return the function as a reward that takes a `RewardInput`. Its other parameters become keyword
+    arguments.
 
-    Returns None if it has neither signature.
+    Returns None if the function has neither signature.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -109,8 +111,8 @@ async def _awaited(result: Awaitable[Any], outcomes: Callable[[Any], Any]) -> An
 
 
 def _of_list(results: Any, wanted: int, called: str) -> list[Any]:
-    """Return the results of a TRL reward for the completions. Raises `ValueError` unless it is a list of that
-    length."""
+    """Return the results of a TRL reward for the completions. Raises `ValueError` unless the reward returns a
+    list with one result for each."""
     is_list = isinstance(results, list | tuple)
     if not is_list or len(results) != wanted:
         got = f"{len(results)} scores" if is_list else f"{results!r:.80}, which is no list"
@@ -121,7 +123,8 @@ def _of_list(results: Any, wanted: int, called: str) -> list[Any]:
 
 
 def _outcome(result: Any) -> Any:
-    """Return the result as a reward of ours, from a number, None, or verl's mapping with a `score`."""
+    """Convert a result (a number, None, or verl's mapping with a `score`) to the result of a reward of this
+    project."""
     if result is None:
         return Abstain("the reward returned None")
     if not isinstance(result, Mapping):

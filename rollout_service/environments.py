@@ -1,11 +1,11 @@
-"""Environments, in which a policy acts: text in, text out.
+"""Environments in which a policy acts. Observations and actions are texts.
 
     class World:
         def reset(self, seed, task): return "what the model sees first"
         def step(self, action): return Step("what it sees next", reward=0.0, done=False)
 
-A good environment's output depends only on the seed, the task and the actions so far. Its objects share no
-state. One object runs one episode at a time.
+The output of a good environment depends only on the seed, the task and the actions so far. Its objects share
+no state, and each object runs one episode at a time.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Step(NamedTuple):
     reward: float = 0.0
     done: bool = False
     info: Mapping[str, Any] = MappingProxyType({})
-    """Any values that msgpack can encode. The last step's values go into the episode's metadata."""
+    """Any values that msgpack can encode. The values of the last step become metadata of the episode."""
 
 
 class Environment(Protocol):
     """An environment, created for each episode as `kind(**environment_args)`. It may also have `blocking =
-    False`, `state() -> str` and `close()`. With `blocking = False`, its calls take microseconds and run on
-    the event loop. Otherwise they run in a thread with a deadline. `state()` returns a text for `ctx.anchor`,
-    and equal texts mean equal states."""
+    False`, `state() -> str` and `close()`. `blocking = False` declares that its calls take only microseconds,
+    so they run on the event loop. Otherwise they run in a thread with a deadline. `state()` returns a text
+    for `ctx.anchor`. Equal texts mean equal states."""
 
     def reset(self, seed: int, task: Task) -> str:
         """Start an episode and return the first text. `seed` is the group's seed, so all samples of a group
@@ -52,15 +52,16 @@ class Environment(Protocol):
 
 
 def level_seed(seed: int, task: Task) -> int:
-    """Return the seed of the level. It is the task's `extra_info.seed`, so that a task file is a set of
-    levels. A task without it gets a different level in each group."""
+    """Return the seed from which an environment generates its level. It is the task's `extra_info.seed`, so
+    that a task file defines a set of levels. A task without that field gets a different level in each
+    group."""
     own = task.extra_info.get("seed")
     return own if isinstance(own, int) and not isinstance(own, bool) else seed
 
 
 def group_seed(seed: int, task_id: str) -> int:
-    """Return the 63-bit seed for `reset`, from the group's seed and the task's row. An evaluation uses the
-    job's seed."""
+    """Return the 63-bit seed for `reset`, derived from the group's seed and the task's row. In an evaluation,
+    the job's seed takes the place of the group's."""
     row = task_id.rpartition(":")[0] or task_id
     digest = hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -93,8 +94,8 @@ class EnvironmentFactory:
 
 
 def load_environment(name: str, arguments: Mapping[str, Any]) -> EnvironmentFactory:
-    """Load the environment called `name` (`areal_async.config.registry`). It is created once immediately, so
-    that a mistake shows before the first episode. Raises `EnvironmentFailure`."""
+    """Load the environment called `name` (`areal_async.config.registry`). One object is created immediately,
+    so that a mistake shows before the first episode. Raises `EnvironmentFailure`."""
     try:
         factory = EnvironmentFactory(name, ENVIRONMENTS.find(name), arguments)
     except PartError as error:

@@ -1,4 +1,4 @@
-"""The evaluator: held-out tasks on an engine of its own, in parallel with training.
+"""The evaluator, which samples held-out tasks on an engine of its own, in parallel with training.
 
     python -m rollout_service.evaluator --topology topology.json --name evaluator
 
@@ -6,13 +6,14 @@ Promises:
 
 - Every snapshot pinned for evaluation gets one result: an "evaluation" record in the run log, or the reason
   why there is none.
-- An engine has one version, so every answer of a record comes from the record's version.
+- The engine's weights do not change during an evaluation, so every answer of a record comes from the record's
+  version.
 - An engine that samples nothing for `rollout.stuck_s` counts as dead. If no engine can be started, the
-  evaluator ends, and its next process does the evaluation.
-- Training never waits for the evaluator. It ends with status 0 after the final snapshot.
+  evaluator exits, and its next process repeats the evaluation.
+- Training steps never wait for the evaluator. The evaluator exits with status 0 after the final snapshot.
 
-A record's `accuracy` is mean@n over the scored tasks (`statistics.py`). With partial credit, it is the mean
-reward, and the record says so. Verdicts without a score are counted separately, never as 0.
+A record's `accuracy` is mean@n over the scored tasks (`statistics.py`). If rewards other than 0 and 1 occur,
+it is the mean reward, and the record says so. Verdicts without a score are counted separately, never as 0.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ GIVE_UP_S = 600.0  # Longest silence of the publisher, because a restarted train
 
 
 class EvaluationError(ArealError):
-    """No held-out task could be evaluated, or the trainer ended before its final snapshot."""
+    """No held-out task could be evaluated, or the trainer ended before it published its final snapshot."""
 
     restart_helps = False
 
@@ -89,7 +90,8 @@ class Evaluation:
     samples: list[dict[str, Any]]
     """Some of the answers, always for the same tasks. See `areal_async/service/samples.py`."""
     unscored: dict[str, int]
-    """Data source → number of samples without an episode or without a score. They do not count as 0."""
+    """Data source → number of samples without an episode or without a score. These samples do not count as
+    0."""
     rewards: dict[str, float]
     """Components of the rewards (see `component_means`)."""
     tokens: int
@@ -114,7 +116,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A sample with an episode."""
+    """A sampled episode of a held-out task."""
 
     task: int
     sample: int
@@ -123,8 +125,8 @@ class _Answer:
 
 
 class Companion:
-    """Another policy in the episodes of an evaluation. It uses its newest weights, which do not change during
-    an evaluation. `ctx` is that policy's context."""
+    """Another policy that samples in the episodes of an evaluation. Each evaluation uses the newest weights
+    of that policy at its beginning. `ctx` is that policy's context."""
 
     def __init__(self, ctx: ServiceContext, render: Renderer) -> None:
         self.policy = ctx.job.policy
@@ -134,8 +136,8 @@ class Companion:
         self._serving: VersionTag | None = None
 
     async def refresh(self) -> None:
-        """Load newer weights, if there are any. The first call waits for weights. In later calls, a publisher
-        that does not answer changes nothing."""
+        """Load newer weights, if there are any. The first call waits for weights. In later calls, the present
+        weights stay if the publisher does not answer."""
         while True:
             try:
                 news = await self.source.next(self._serving, 0 if self._serving else WAIT_MS)
@@ -158,7 +160,7 @@ class Companion:
 
 @dataclass(eq=False)
 class Evaluator:
-    """Runner of all tasks on an engine with one version."""
+    """Runner of an evaluation: it samples all tasks on an engine with fixed weights."""
 
     engine: ReplicaSet
     scorer: LocalScorer
@@ -321,13 +323,14 @@ class Evaluator:
 
 
 def engine_job(job: JobConfig) -> JobConfig:
-    """Return the job for the evaluation's engine: `rollout` has the values of `evaluation`."""
+    """Return the job for the engine of an evaluation. Its section `rollout` has the values of the section
+    `evaluation`."""
     return job.model_copy(update={"rollout": evaluation_rollout(job)})
 
 
 def lone_engine(ctx: ServiceContext, slots: int | None = None) -> ReplicaSet:
-    """Return the engine of an evaluation, not started yet, for `slots` requests at once. The default is the
-    job's number. `ctx` is the context of the engine's policy."""
+    """Return the engine of an evaluation, not started yet, for `slots` requests at once (by default as in the
+    job). `ctx` is the context of the engine's policy."""
     job, most = engine_job(ctx.job), slots or ctx.job.evaluation.max_concurrent
     return ReplicaSet(
         lambda _: make_engine(job, slots=most, activity="evaluation", place=ctx),
@@ -355,8 +358,9 @@ async def follow(
     retry_pause_s: float = RETRY_PAUSE_S,
     give_up_s: float = GIVE_UP_S,
 ) -> None:
-    """Evaluate pinned snapshots in order, until the final snapshot is done or no more can come. Raises
-    `EvaluationError` if the publisher is silent for `give_up_s`, and `ReplicaGone` if the engine died."""
+    """Evaluate pinned snapshots in order, until the final snapshot is evaluated or no more can come. Raises
+    `EvaluationError` if the publisher does not answer for `give_up_s`, and `ReplicaGone` if the engine
+    died."""
     after: VersionTag | None = None
     heard_s = time.monotonic()
     while True:
@@ -421,8 +425,8 @@ async def _evaluate_one(
 async def _write_samples(
     run_log: RunRecords, tag: VersionTag, folder: str, samples: Sequence[dict[str, Any]]
 ) -> None:
-    """Write some answers of an evaluation. If this fails, only these answers are lost, unless the disk is
-    full."""
+    """Write some answers of an evaluation. A failure costs only these answers, except that a full disk is
+    raised as an error."""
     if not samples:
         return
     told = [{"version": tag.version, "step": tag.version, **sample} for sample in samples]
@@ -441,8 +445,9 @@ def _triples(statistics: Statistics) -> dict[str, list[float | None]]:
 
 
 def is_done(records: RunRecords, steps: int) -> bool:
-    """Return whether the model after `steps` steps is written and evaluated. Then there may be no trainer to
-    ask. If a finished run continues with more steps, its final evaluation is of an earlier step."""
+    """Return whether the model after `steps` steps is written and evaluated. This must be checked first,
+    because the trainer may have ended already. If a finished run continues with more steps, its earlier final
+    evaluation does not count."""
     found = records.read("step", "model", "evaluation")
     trained = max((record.get("epoch", 0) for record in found if record["kind"] == "step"), default=0)
     written = any(record["kind"] == "model" and record["epoch"] >= trained for record in found)

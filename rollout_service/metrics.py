@@ -52,9 +52,9 @@ EVALUATED_VERSION = Gauge("areal_evaluation_version", "Version of the last snaps
 
 
 class EngineMetrics(Collector):
-    """Collector of the figures of started engines, one engine per policy. It reads them on request, so a
-    decode step has no extra cost. Figures without a policy label are totals. The KV figure is that of the
-    fullest cache."""
+    """Collector of the figures of started engines, one engine per policy. It reads them only when metrics are
+    requested, so a decode step has no extra cost. Figures without the label `policy` are totals. The figure
+    of KV use is that of the fullest cache."""
 
     def __init__(self, *engines: Any) -> None:
         self._engines = engines
@@ -80,7 +80,7 @@ ALL_SOURCES = "*"  # Label of the figures over all data sources
 def show_evaluation(
     tag: VersionTag, overall: Statistics, by_source: Mapping[str, Statistics], unscored: Mapping[str, int]
 ) -> None:
-    """Set the figures of the evaluation of `tag` by data source, and remove those of sources without
+    """Set the figures of the evaluation of `tag` by data source. Remove the figures of sources without
     results."""
     ACCURACY.labels(tag.policy).set(overall.mean.value)
     EVALUATED_VERSION.labels(tag.policy).set(tag.version)

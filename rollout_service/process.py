@@ -1,4 +1,5 @@
-"""Set-up shared by the worker's and the evaluator's processes: threads, tokenizer, sampling, first snapshot.
+"""Set-up that the processes of worker and evaluator share: threads, tokenizer, sampling parameters,
+connection to the publisher.
 
 Torch is imported only if the engine computes in this process."""
 
@@ -31,7 +32,8 @@ log = get_logger("rollout")
 
 CONNECT_WAIT_S = 15.0
 GARBAGE_OBJECTS = 10_000
-"""Number of new objects between two garbage collections. Only failed episodes leave garbage."""
+"""Number of new objects between two garbage collections. It is large because only failed episodes leave
+cyclic garbage."""
 
 
 def prepare(torch_threads: int, *, computes: bool) -> None:
@@ -48,8 +50,9 @@ def prepare(torch_threads: int, *, computes: bool) -> None:
 
 
 def settle() -> None:
-    """Exempt all loaded objects from garbage collection. Call it once the process serves. Modules stay for
-    the life of the process, and searching them repeatedly costs more than the worker's own work."""
+    """Exempt all loaded objects from garbage collection. Call this once the process serves. Modules stay for
+    the life of the process, so scanning their objects repeatedly is useless, and it takes more time than the
+    worker's own work."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GARBAGE_OBJECTS)
@@ -74,7 +77,8 @@ def make_renderers(job: JobConfig) -> dict[str, Renderer]:
 
 
 def _tokens(renderer: Renderer) -> tuple[Any, ...]:
-    """Return the parts that convert text to ids. A tokenizer without this information equals no other."""
+    """Return the parts of a tokenizer that convert text to ids, for comparing tokenizers. A tokenizer without
+    this information equals no other."""
     tokenizer: Any = renderer.tokenizer
     whole = getattr(tokenizer, "backend_tokenizer", None)
     given = getattr(tokenizer.apply_chat_template, "keywords", None)
@@ -89,7 +93,7 @@ def sampling_of(section: SamplingSection) -> Sampling:
 
 
 def speakers_of(job: JobConfig) -> dict[str, Any]:
-    """Return the policies and agents for an episode's builder. With several policies, each policy has an
+    """Return the policies and agents for an episode's builder. If there are several policies, each has an
     agent of the same name."""
     if not job.policies:
         return {"policies": (job.policy,)}
@@ -97,8 +101,9 @@ def speakers_of(job: JobConfig) -> dict[str, Any]:
 
 
 def make_gateway(ctx: ServiceContext, *, trains: bool) -> Gateway:
-    """Return the gateway for this process's policies. It starts when an episode first opens it. A configured
-    port is the first worker's port. An evaluation uses a free port."""
+    """Return the gateway for this process's policies. Its process starts when an episode first opens it. A
+    configured port is the port of the first worker, and further workers count up from it. An evaluation uses
+    a free port."""
     job = ctx.job
     port = job.rollout.gateway.port
     section = job.rollout.gateway.model_copy(update={"port": port + ctx.index if port and trains else 0})
@@ -118,7 +123,8 @@ def make_gateway(ctx: ServiceContext, *, trains: bool) -> Gateway:
 
 
 async def connect(receiver: Receiver) -> None:
-    """Connect to the weights publisher, however long the trainer takes to start. A stop cancels this."""
+    """Connect to the weights publisher. Waits until the trainer has started, however long that takes, unless
+    a stop is requested."""
     while True:
         try:
             await receiver.connect(CONNECT_WAIT_S)

@@ -1,6 +1,7 @@
 """The rollout service's process: engines, connections and worker. `worker.py` has its promises.
 
-Only one process at a time may have a name. A second process is refused, and the first is not affected.
+Only one process at a time may have a given name. A second process with the name is refused, and the first is
+not affected.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ log = get_logger("rollout")
 
 
 def figures_of(engines: Sequence[ReplicaSet]) -> ServiceFigures:
-    """Return the figures of a worker. The version is the version of the first policy's engines."""
+    """Return the figures of a worker. Their `version` is that of the first policy's engines."""
     stats = [engine.stats() for engine in engines]
     sums = {"updates": sums_of(STALL), "fetches": sums_of(FETCH_SECONDS)}
     if stats[0].passes:
@@ -118,13 +119,14 @@ def name_of_our_own(ctx: ServiceContext) -> Iterator[None]:
 
 
 async def main(ctx: ServiceContext) -> None:
-    """Serve until `ctx.stop`, or until drained. Raises `ArealError` if the process cannot continue."""
+    """Serve until `ctx.stop` is set or the worker is drained. Raises `ArealError` if the process cannot
+    continue."""
     with name_of_our_own(ctx):
         await _serve(ctx)
 
 
 class _PolicyServer:
-    """Engines of one policy, and the updates of their weights. `ctx` is the policy's context."""
+    """The engines of one policy, with the updates of their weights. `ctx` is the policy's context."""
 
     def __init__(self, ctx: ServiceContext, worker: Callable[[], Worker]) -> None:
         self.job, policy = ctx.job, ctx.job.policy

@@ -1,4 +1,4 @@
-"""Figures over several samples of each held-out task, with confidence intervals. Pure.
+"""Figures of an evaluation with several samples of each task, with confidence intervals. Pure.
 
 Each task has three figures over its scored samples:
 
@@ -10,9 +10,10 @@ Each task has three figures over its scored samples:
 A figure is the mean over tasks, so all tasks have the same weight, however many of their samples were scored.
 Samples without a score are counted and never treated as 0. A task without any score is in no figure.
 
-The interval is the mean's normal interval over tasks, limited to the range of the tasks' figures. Tasks are a
-sample of a larger population, and samples of one task are not independent. With few or equal tasks, the
-interval is too narrow. With fewer than two tasks there is none.
+The interval is the normal confidence interval of the mean over tasks, limited to the range of the tasks'
+figures. It treats the tasks, not their samples, as independent draws from a larger population, because
+samples of one task are not independent. With few tasks, or tasks with equal figures, the interval is too
+narrow. With fewer than two tasks there is no interval.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ScoredSample:
     """One scored sample of a task."""
 
     task: int
-    """Any number shared by the task's samples."""
+    """Any number that identifies the task of the sample."""
     sample: int
     """Number of the sample within its task."""
     score: float
@@ -58,7 +59,7 @@ class Statistics:
     best: Figure
     maj: Figure
     partial_credit: bool = False
-    """Whether any score is neither 0 nor 1. A mean of scores is then not a share of correct answers."""
+    """Whether any score is neither 0 nor 1, so that a mean of scores is not a share of correct answers."""
 
 
 def statistics_of(samples: Sequence[ScoredSample]) -> Statistics:
@@ -71,7 +72,7 @@ def statistics_of(samples: Sequence[ScoredSample]) -> Statistics:
 
 
 def figure_of(values: Floats) -> Figure:
-    """Return the mean of f64 [T] and its interval."""
+    """Return the mean of the tasks' values f64 [T], with its interval."""
     mean = float(values.mean())
     if len(values) < 2:
         return Figure(mean)
@@ -80,8 +81,8 @@ def figure_of(values: Floats) -> Figure:
 
 
 def component_means(samples: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Return the mean of each reward component by name. It is the mean over tasks of each task's mean, over
-    the samples with that component. `samples` has a task number and components for each sample."""
+    """Return the mean of each reward component by name. A component is first averaged over the samples of a
+    task that have it, and then over tasks. `samples` has a task number and components for each sample."""
     found: dict[str, dict[int, list[float]]] = {}
     for task, components in samples:
         for name, value in components.items():

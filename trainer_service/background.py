@@ -1,5 +1,5 @@
-"""Work in daemon threads besides the main thread. A process that exits does not wait for their disk or
-network."""
+"""Work in daemon threads. A process that exits does not wait for disk or network operations in such
+threads."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def in_thread(work: Callable[[], T], name: str = "together") -> Future[T]:
 
 
 class Background:
-    """Runner for one piece of work at a time in a thread. After a piece has failed, every call raises its
-    error."""
+    """Runner of one piece of work at a time in a thread. After a piece has failed, every later call raises
+    its error."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -2,26 +2,26 @@
 
 `<root>/step-000050/` contains the state after 50 steps. The back end writes weights, optimizer and random
 state, in separate files for each rank. The folder also has the buffer's ledger as of the same commit, and
-`manifest.json` with the hash of every other file. A folder gets its name only when it is complete. A named
-folder can therefore be loaded, or is refused as damaged. Nothing is pickled.
+`manifest.json` with the hash of every other file. A folder gets its final name only when it is complete. So a
+folder with that name can either be loaded, or has been damaged later and is refused. Nothing is pickled.
 
 The step only waits until its state is copied into host memory. A thread on each rank writes and hashes that
 rank's files while training continues. Rank 0 gathers the hashes, writes the manifest and names the folder.
 One checkpoint is written at a time; a second one waits for it.
 
-The state that a trainer leaves in shared memory, in case only its process dies, is also such a folder. It has
-no copy of the ledger. `saved_states.py` decides when each kind is written.
+A trainer also saves its state in shared memory, in case only its process dies. This is such a folder too, but
+without the ledger. `saved_states.py` decides when each kind is written.
 
 The newest `keep` checkpoints are kept, and the `keep_best` best by held-out accuracy (`to_keep`).
 
-If the job has a store (`checkpoint_store.py`), each rank also uploads its files. Rank 0 uploads the manifest
-last, before the checkpoint counts as durable. An unavailable store delays the next checkpoint, but not the
-steps before it.
+If the job has a store (`checkpoint_store.py`), each rank also uploads its files, and rank 0 uploads the
+manifest last. Only then does the checkpoint count as durable. An unavailable store delays the next
+checkpoint, but not the steps before it.
 
-Ranks on several hosts share no disk. Only the store has their complete checkpoints: local files are removed
-after the upload. A state in memory is distributed, and each host's folder has the files of its own ranks.
-Rank 0's host names its folder first, then the other hosts. The previous state stays until all hosts have
-named the new one. Such a state is used only if all hosts have it, with equal manifests. Each rank must find
+Ranks on several hosts share no disk, so only the store has complete checkpoints. Local files are removed
+after the upload. A state in memory is distributed: each host's folder has the files of its own ranks. Rank
+0's host names its folder first, then the other hosts name theirs. The previous state stays until all hosts
+have done so. A state in memory is used only if all hosts have it with equal manifests, and each rank finds
 all files that it reads on its own host.
 """
 
@@ -103,7 +103,7 @@ class TrainerState:
     ledger: Callable[[], bytes] = bytes
     """Function that a thread of rank 0 calls after all ranks have written their files. It may wait."""
     durable: Callable[[], None] = lambda: None
-    """Function that the same thread calls once the folder has its name."""
+    """Function that the same thread calls once the folder has its final name."""
 
     @property
     def name(self) -> str:
@@ -142,8 +142,8 @@ def measured_in(records: Iterable[Mapping[str, Any]], policy: str) -> Iterator[M
 def accuracies(written: Mapping[int, int], measured: Iterable[Measured]) -> dict[int, float]:
     """Return the known accuracies of the checkpoints in `written` (step → trainer epoch).
 
-    A trainer that resumed from the checkpoint may have measured it, so a later epoch is valid. An earlier
-    epoch had other weights."""
+    A measurement by a later epoch is valid, because a trainer that resumed from the checkpoint may have made
+    it. One by an earlier epoch is not, because that epoch had other weights."""
     return {
         each.version: each.accuracy
         for each in measured
@@ -153,8 +153,8 @@ def accuracies(written: Mapping[int, int], measured: Iterable[Measured]) -> dict
 
 @dataclass(frozen=True)
 class Retention:
-    """Rule for the checkpoints to keep: the newest `newest`, and the `best` by held-out accuracy. Only rank 0
-    calls the functions, and only if `best` is not 0."""
+    """Rule for the checkpoints to keep: the newest ones (`newest`), and the best ones by held-out accuracy
+    (`best`). Only rank 0 calls the functions, and only if `best` is not 0."""
 
     newest: int
     best: int = 0
@@ -205,7 +205,7 @@ class Checkpoints:
         ranks.barrier()
 
     def went_on_from(self, restored: Checkpoint) -> None:
-        """Register the checkpoints up to `restored` as written, so that they are pruned later."""
+        """Register the existing checkpoints up to `restored`, so that they are pruned later like new ones."""
         if self.ranks.many_hosts:
             self._remove_here(but=restored.folder.name if restored.folder.parent == self.root else "")
         for folder in named_checkpoints(self.root):
@@ -216,8 +216,8 @@ class Checkpoints:
             self._written = (there or {}) | self._written
 
     def begin(self, state: TrainerState) -> None:
-        """Start to write a checkpoint after the previous one is written. Returns when the state may change
-        again. Raises the error of the previous checkpoint."""
+        """Wait until the previous checkpoint is written, and start to write another. Returns when the state
+        may change again. Raises the error of the previous checkpoint."""
         begun_s = time.monotonic()
         state = replace(state, updates=dict(state.updates))
         if self.is_writing:
@@ -293,9 +293,9 @@ class Checkpoints:
     ) -> dict[str, FileEntry] | None:
         """Return the files of all ranks on rank 0 once they are written; None on other ranks.
 
-        No rank waits for a slow one within a single collective. If a rank cannot write, all ranks raise. They
-        raise `DiskFull` if any rank had no room; the unfinished files are then already removed. Otherwise a
-        rank raises its own error, or `TrainerError` with the error of another rank."""
+        No rank waits for a slow one within a single collective. If a rank cannot write, all ranks raise an
+        error. It is `DiskFull` if the disk of any rank was full, and the unfinished files are then already
+        removed. Otherwise a rank raises its own error, or `TrainerError` with the error of another rank."""
 
         def mine() -> RankOutcome:
             with room_for("a checkpoint", self.root):
@@ -399,7 +399,8 @@ def _outcome(result: Future[RankOutcome], rank: str = "") -> bytes:
 
 
 def _together(told: list[bytes], fresh: Path) -> RankOutcome:
-    """Return the files of all ranks, or the error of one. Rank 0 calls it when all ranks have finished."""
+    """Return the files of all ranks, or the error of one rank. Rank 0 calls it when all ranks have
+    finished."""
     each_of = [msgspec.msgpack.decode(data, type=RankOutcome) for data in told]
     failed = [(not each.disk_full, rank) for rank, each in enumerate(each_of) if each.error]
     if not failed:
@@ -500,8 +501,8 @@ class CheckpointReader:
         """Return the newest undamaged checkpoint under `root`; None if there is no checkpoint.
 
         All ranks use rank 0's list, and each verifies a share of the files. On several hosts, they use the
-        checkpoints that all hosts have, and each rank verifies the files that it reads. If all are damaged,
-        the error of the newest one is raised, a `CheckpointError`."""
+        checkpoints that all hosts have, and each rank verifies the files that it reads. If all checkpoints
+        are damaged, the `CheckpointError` of the newest one is raised."""
         names = [folder.name for folder in named_checkpoints(root)]
         names = (
             self._on_all_hosts(root, names) if self.ranks.many_hosts else self.ranks.share(names, list[str])
@@ -556,7 +557,7 @@ class CheckpointReader:
             share = [number for number, name in enumerate(names) if name in needed]
 
         def verify() -> int:
-            """Return the number, from 1, of a damaged file in this rank's share; 0 for none."""
+            """Return the number (from 1) of a damaged file in this rank's share, or 0 if none is damaged."""
             return max((n + 1 for n in share if not is_whole(names[n])), default=0)
 
         def is_whole(name: str) -> bool:

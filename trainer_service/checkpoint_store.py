@@ -2,8 +2,9 @@
 
 `checkpoints/step-000050/` below the store's URL has the same files as the folder on disk. Each rank uploads
 the files that it wrote, and `manifest.json` is uploaded last. A folder without a manifest is no checkpoint.
-If a trainer is killed during the upload, the previous checkpoint remains the newest. An unavailable store is
-asked again for `AWAY_S`, and the trainer's status shows this. If a removal fails, it is repeated later.
+If a trainer is killed during the upload, the previous checkpoint remains the newest. Requests to an
+unavailable store are repeated for `AWAY_S`, and the trainer's status shows this. If a removal fails, it is
+repeated later.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ class CheckpointStore:
         return {step: epoch_in(self._remote.read(f"{name_of(step)}/{MANIFEST}")) for step in self.whole()}
 
     def went_on_from(self, restored: int) -> dict[int, int]:
-        """Remove folders after step `restored` and incomplete ones. Returns `epochs` of the rest."""
+        """Remove the folders of steps after `restored`, and incomplete folders. Returns `epochs` of the
+        remaining ones."""
         for step, names in self._steps().items():
             if step > restored or MANIFEST not in names:
                 self.remove(step)

@@ -88,8 +88,8 @@ def companion_files(source: Path, dtype: str, *, values: bool = False) -> dict[s
 def _of_classifier(source: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config fields of a sequence classifier with one label.
 
-    transformers reads its score at the last token that is not padding. A token that also ends texts is
-    therefore not set as padding. Such a model can only read one text at a time."""
+    transformers reads the score at the last token that is not padding. A padding token that also ends texts
+    is therefore left out of the config. Then the model can only read one text at a time."""
     from transformers import AutoTokenizer
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KINDS,

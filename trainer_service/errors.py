@@ -18,8 +18,8 @@ class FatalError(TrainerError):
 
 
 class RankError(TrainerError):
-    """Another rank of the trainer failed, or did not come to a collective. The message has its number. The
-    whole group is restarted. `late` are the ranks that have not started."""
+    """Another rank of the trainer has failed, or did not take part in a collective. The message has the
+    number of that rank, and the whole group is restarted. `late` has the ranks that have not started."""
 
     restart_helps = True
 

@@ -1,7 +1,8 @@
-"""Process of the trainer, or of one of its ranks: it creates the objects for the loops and closes them.
+"""The process of the trainer, or of one of its ranks. It creates the objects that the training loops use, and
+closes them.
 
-Publisher, run log and the policy's metrics exist only on rank 0. If a rank finds that another is gone, it
-waits until the supervisor ends the whole group. The supervisor can then report the rank that died first.
+Publisher, run log and the policy's metrics exist only on rank 0. If a rank finds that another has died, it
+waits until the supervisor ends the whole group, so that the supervisor can report which rank died first.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from trainer_service.saved_states import TrainingRun, left_in_memory
 from trainer_service.trained_model import companions_of
 
 BUFFER_PATIENCE_S = 600.0
-"""Longest wait of one call for an unavailable buffer. Giving up would lose the steps since the last
-checkpoint."""
+"""Longest time that one call waits for an unavailable buffer. It is long because giving up would lose the
+steps since the last checkpoint."""
 
 MEETING_SHARE = 0.5
-"""Share of `supervisor.ready_s` that a rank waits for the others to start."""
+"""Share of `supervisor.ready_s` for which a rank waits for the others to start."""
 
 log = get_logger("trainer")
 
@@ -50,8 +51,8 @@ log = get_logger("trainer")
 async def main(ctx: ServiceContext) -> None:
     """Train the job of `ctx` to its end in a separate thread, while this event loop handles signals.
 
-    The thread is a daemon thread and not from the loop's pool, because a stopped process must not wait for a
-    long step."""
+    The thread is a daemon thread of its own and not one of the event loop's pool, because a process that
+    stops must not wait for a long step."""
     await asyncio.wrap_future(in_thread(lambda: train(ctx), "train"))
 
 
@@ -84,7 +85,7 @@ def train(ctx: ServiceContext) -> None:
 
 
 def _meet(ctx: ServiceContext) -> Ranks:
-    """Join the other ranks. A missing rank is reported early enough that all ranks can restart in time."""
+    """Join the other ranks. A missing rank is reported so early that all ranks can still restart in time."""
     section, start_s = ctx.job.trainer, MEETING_SHARE * ctx.job.supervisor.ready_s
     try:
         return join_ranks(
@@ -102,10 +103,10 @@ def _meet(ctx: ServiceContext) -> Ranks:
 
 
 def _name_late(ranks: Sequence[int], how: str) -> None:
-    """Report to the supervisor the ranks that this rank waits for in vain.
+    """Report to the supervisor for which ranks this rank has waited in vain.
 
-    The supervisor kills them, and with them this process. This process must not exit earlier, because the
-    supervisor would treat that as the cause."""
+    The supervisor then kills these ranks, and this process too. This process must not exit before that,
+    because the supervisor would treat its exit as the cause."""
     tell(Note(f"{how} and was killed", tuple(ranks)))
     time.sleep(GIVE_UP_S)
 

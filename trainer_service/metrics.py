@@ -69,8 +69,8 @@ SELF_CHECK = _gauge(
 
 
 def set_last_step(policy: str, step: int, tokens: int, figures: Mapping[str, Any]) -> None:
-    """Report `step` finished steps, with the tokens and figures of the last one. Figures that are None or
-    have no series are skipped."""
+    """Set the number of finished steps to `step`, and the series of tokens and figures to those of the last
+    one. Figures that are None or have no series are skipped."""
     STEP.labels(policy).set(step)
     TOKENS.labels(policy).inc(tokens)
     for name, gauge in LAST_STEP.items():

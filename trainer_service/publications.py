@@ -1,8 +1,8 @@
 """Published versions since the newest checkpoint, with the hashes of their weights, in `published.jsonl`.
 
-A trainer that repeats steps compares its publications with those of earlier trainers: units that equal
-weights sampled are still valid. If a crash has cut a line short, its version counts as different. This only
-costs generation.
+A trainer that repeats steps compares its publications with those of earlier trainers, because units sampled
+from equal weights are still valid. If a crash has cut off a line, the version in it counts as different. The
+only cost is that more episodes must be generated again.
 """
 
 from __future__ import annotations

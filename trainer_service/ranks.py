@@ -2,12 +2,13 @@
 
 Only tensors are sent, because torch's collectives for Python objects pickle them. A manifest is therefore
 broadcast as msgpack bytes. Ranks meet at a TCP store that rank 0 serves; the supervisor gives its address.
-They communicate over the network interface of that address, by default loopback. Ranks on other hosts use the
-interface that reaches it. These sockets of torch have no authentication. A single rank opens none.
+They communicate over the network interface of that address, which is loopback by default. Ranks on other
+hosts use the interface through which they reach that address. The sockets that torch opens for this have no
+authentication. A single rank opens no sockets.
 
-Guarantees: no rank waits in a collective while another waits for something outside (`together`). An error of
-one rank is raised on all ranks with its number. If ranks wait in vain for others, each can list the missing
-ones (`missing`).
+Guarantees: no rank waits in a collective while another waits for anything outside the group (`together`). An
+error of one rank is raised on all ranks, with the number of the rank. If ranks wait in vain for others, each
+can find out which ones are missing (`missing`).
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from trainer_service.errors import RankError
 COLLECTIVE_TIMEOUT_S = 600.0  # Longest wait of a rank for another before it fails
 ALONE = "areal_alone"  # Backend of a single rank
 GIVE_UP_S = 5.0
-"""Least time for other ranks to give up waiting too, or for the supervisor to end a group after a rank is
-lost."""
+"""Time in seconds that is allowed, after a rank is lost, for the other ranks to give up waiting too or for
+the supervisor to end the group."""
 ROUND_S = 1.0  # Interval of collectives while a rank waits for something outside
 CAME = "came"  # Key in the store for a rank that has started
 WAITED = "waited"  # Key in the store for a rank that gave up waiting for another
 TEXT_BYTES = 2000  # Most bytes of an error that other ranks receive
 LOST_PEER = ("gloo", "pair closure", "connection closed", "connection reset", "nccl", "timed out")
-"""Words in errors of torch's collectives if another rank is gone or does not come."""
+"""Words in errors of torch's collectives that show that another rank has died or does not take part."""
 
 T = TypeVar("T")
 
@@ -184,8 +185,8 @@ class Ranks:
         return whole.numpy()
 
     def side(self) -> SideGroup:
-        """Return collectives for one background thread, separate from the main thread's. All ranks make the
-        same number of them in the same order."""
+        """Return collectives for one background thread, separate from those of the main thread. All ranks
+        must call this equally often and in the same order."""
         if self.world == 1:
             return SideGroup()
         limit = timedelta(seconds=self.timeout_s)
@@ -195,8 +196,8 @@ class Ranks:
         self.largest(0)
 
     def together(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which every rank runs and which may take longer than a collective
-        waits.
+        """Return the result of `work`. Every rank runs it, and it may take longer than the timeout of a
+        collective.
 
         Each rank runs it in a thread, and all ranks meet in a small sum every `ROUND_S` until all are done.
         If `work` fails on a rank, its error is raised there. The other ranks raise a `RankError` with the
@@ -215,8 +216,8 @@ class Ranks:
                 return result.result()
 
     def on_first(self, work: Callable[[], T]) -> T | None:
-        """Run `work` on rank 0 and return its result there. The others return None, and wait as in
-        `together`."""
+        """Run `work` on rank 0 and return its result there. The other ranks wait as in `together`, and return
+        None."""
         return self.together(work if self.first else lambda: None)
 
     def _raise(self, failed: int, result: Future[Any]) -> None:
@@ -229,10 +230,11 @@ class Ranks:
         raise RankError(f"rank {failed} of the trainer failed: {told.decode(errors='replace')}")
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not given up waiting, after slower ones have had time to do so.
+        """Return the ranks that have not reported that they gave up waiting, after slower ones have had time
+        to do so.
 
-        A rank calls it if its collective failed because another rank did not come. The result is empty if the
-        store is gone."""
+        A rank calls it if its collective failed because another rank did not take part. The result is empty
+        if the store is gone."""
         deadline_s = time.monotonic() + max(GIVE_UP_S, self.timeout_s / 10)
         try:
             self.store.set(f"{WAITED}/{self.rank}", "1")
@@ -306,8 +308,8 @@ def _broadcast(data: bytes | None, rank: int, world: int, group: Any = None, *, 
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Return whether `error` is from a collective whose other ranks are gone or did not come, or reports an
-    error of another rank."""
+    """Return whether another rank is the cause of `error`, because it has failed, or has died or not taken
+    part in a collective."""
     if isinstance(error, RankError | dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST_PEER)
@@ -326,7 +328,7 @@ def join_ranks(
     """Join the process group of `world` ranks, or use the existing one.
 
     The ranks meet at `meeting`; a single rank needs none. `device` is this rank's own, on `host`: `cpu` or
-    `cuda:N`. All ranks must come within `start_s` of the first one, and to each collective within
+    `cuda:N`. All ranks must join within `start_s` of the first one, and take part in each collective within
     `timeout_s`. Raises `RankError` with the numbers of the missing ranks."""
     limit = timedelta(seconds=timeout_s)
     store: dist.Store = dist.HashStore()
@@ -360,7 +362,7 @@ def join_ranks(
 
 
 def _await_all(store: dist.Store, rank: int, world: int, limit_s: float, node_id: str = "") -> Sequence[str]:
-    """Wait until every rank has come to the store. Returns the node id of each rank."""
+    """Wait until every rank has connected to the store. Returns the node id of each rank's host."""
     store.set(f"{CAME}/{rank}", node_id)
     keys = [f"{CAME}/{each}" for each in range(world)]
     try:

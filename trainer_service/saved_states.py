@@ -1,10 +1,10 @@
-"""Saved states of a trainer: when to save one, and whether on disk or in shared memory.
+"""Saved states of a trainer: the decisions when to save a state, and whether on disk or in shared memory.
 
 A state in shared memory survives only the death of the trainer's process. It is in the run's own folder there
 (mode 0700, removed with the run). It is a checkpoint folder as on disk. It gets its name only when all ranks
 have written their files and its step is committed. Every file is verified by its hash before use, and the
-previous state stays until the new one is named. It has no copy of the ledger, because the buffer also
-survives the trainer. The buffer frees nothing for it.
+previous state stays until the new one is named. It has no copy of the ledger, because the buffer survives the
+death of the trainer. The buffer frees no data because of such a state.
 
 A thread writes both kinds while steps continue, from one copy of the state in host memory. Only one state of
 either kind is therefore written at a time. `Cadence` decides how often this is cheap enough.
@@ -53,8 +53,8 @@ DISK_LEAST_S = 5.0
 data."""
 FORGET = 0.25  # Weight of a lower cost in the next expected cost; a higher cost counts fully
 STATE_BYTES_PER_WEIGHT_BYTE = 6
-"""Upper bound while the size is unknown: weights are bf16 on disk, and a state has fp32 weights and two
-moments."""
+"""Upper bound for the size of a state in bytes per byte of the model's files, until the size is known:
+weights are bf16 in the files, and a state has fp32 weights and two moments."""
 SPARE_SHARE = 0.1  # Share of shared memory that must stay free besides two states
 
 Place = Literal["disk", "memory"]
@@ -63,7 +63,7 @@ log = get_logger("trainer")
 
 @dataclass
 class Cadence:
-    """Rate limit for costly work: it takes at most `share` of all time. Times are from one monotonic
+    """Rate limit for costly work, so that it takes at most `share` of all time. Times are from one monotonic
     clock."""
 
     share: float
@@ -86,7 +86,7 @@ class Cadence:
 
 
 def has_room(state_bytes: int, *, free_bytes: int, total_bytes: int, available_bytes: int) -> bool:
-    """Return whether two states fit into shared memory of `total_bytes`, and into the machine's available
+    """Return whether two states fit both into shared memory of `total_bytes` and into the machine's available
     memory."""
     return 2 * state_bytes <= min(free_bytes - SPARE_SHARE * total_bytes, available_bytes / 2)
 
@@ -121,7 +121,7 @@ class TrainingRun:
 
 
 class States:
-    """Saver for the states of one trainer. All ranks create it and call `leave` and `wait` in the same order.
+    """The saved states of one trainer. All ranks create it, and call `leave` and `wait` in the same order.
 
     `every` is the number of steps between two checkpoints on disk. With `auto` they are written as often as
     it is cheap, with at most `longest` steps between two. `memory` writes the states in shared memory; None
@@ -190,12 +190,12 @@ class States:
         self._on_disk = max((step for step in there if step <= restored.manifest.step), default=0)
 
     def forget_memory(self) -> None:
-        """Remove the states in memory, because they are not from the history of this trainer."""
+        """Remove the states in memory, because they do not belong to the history of this trainer."""
         if self.memory is not None and self._ranks.first_here:
             shutil.rmtree(self.memory.root, ignore_errors=True)
 
     def due(self, step: int, *, asked: bool = False) -> Place | None:
-        """Return the place for the state after `step` steps; None if it is not saved.
+        """Return where to save the state after `step` steps, or None if it is not saved.
 
         If `asked`, the place is the disk, unless `every` is a number."""
         if step == self._steps or (self._every != "auto" and step % self._every == 0):

@@ -1,8 +1,9 @@
-"""A teacher on servers: its log-probs of tokens that the policy sampled.
+"""A teacher model on servers, which computes its log-probs of the tokens that the policy sampled.
 
-Guarantees: it returns one number for each unit, for exactly that token, or raises `TeacherError` within
-`trainer.teacher.timeout_s`. If a server is unavailable or busy, the next one is asked, and later the same one
-again. An answer for other tokens than the ones sent is never used. Log-probs are at temperature 1.
+Guarantees: within `trainer.teacher.timeout_s`, a call returns one number for each unit, for exactly that
+unit's token, or raises `TeacherError`. If a server is unavailable or busy, the next one is tried, and the
+same one again later. An answer for other tokens than the ones sent is never used. Log-probs are at
+temperature 1.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PASSING = (408, 425, 429, 500, 502, 503, 504)  # Statuses after which the reques
 
 
 class TeacherError(ArealError):
-    """The teacher did not answer or gave an unusable answer, which the message quotes."""
+    """The teacher did not answer, or gave an unusable answer. The message quotes such an answer."""
 
 
 class TeacherServers:

@@ -1,9 +1,9 @@
 """The ledger: the state of every task, group and episode of a job, as a pure state machine.
 
-Contract. `decide(index, command, now_ms)` reads the index and returns a `Decision`: the reply and the writes
-that must precede it. It changes nothing, reads no clock and does no I/O. Only `index.apply(writes)` changes
-the index, and the same writes go to Redis in one script call. So the index always matches the content of
-Redis. After a crash between two decisions, every message can be sent again.
+`decide(index, command, now_ms)` reads the index and returns a `Decision`: the reply and the writes that must
+precede it. It changes nothing, reads no clock and does no I/O. Only `index.apply(writes)` changes the index,
+and the same writes go to Redis in one script call. So the index always matches the content of Redis. After a
+crash, clients can send every unanswered message again.
 
 Every group follows
 
@@ -22,12 +22,13 @@ Each episode of a group follows
 
     MISSING → STORED → CLAIMED → VERDICT
 
-with CLAIMED → STORED if a claim ends without a score, and MISSING → ABSENT if the policy for groups gives the
-episode up. A group is GENERATED when no sample is MISSING. It is SCORED when each sample is VERDICT or
-ABSENT. Each transition is counted by its reason.
+with two exceptions. CLAIMED → STORED: a claim ends without a score. MISSING → ABSENT: the policy for groups
+(`group_policy`) gives the episode up. A group is GENERATED when no sample is MISSING. It is SCORED when each
+sample is VERDICT or ABSENT. The ledger counts each transition by its reason.
 
-Lease ids fence results, claim ids fence verdicts, and the trainer's epoch fences its messages. Every message
-may be repeated. Time is the ledger's clock, an argument of every decision. `ExpireDeadlines` ends each lease,
-claim and group whose deadline has passed. It is due at `index.next_deadline_ms`. Two things are decided
-elsewhere: whether bytes reached Redis (`redis.store`), and how long a request waits (`coordinator`).
+Messages of an outdated sender are refused: episodes by their lease id, verdicts by their claim id, and the
+trainer's messages by its epoch. Every message may be repeated. Time is the ledger's clock, an argument of
+every decision. The command `ExpireDeadlines`, due at `index.next_deadline_ms`, ends each lease, claim and
+group whose deadline has passed. Two things are decided elsewhere: whether bytes reached Redis
+(`redis.store`), and how long a request waits (`coordinator`).
 """

@@ -1,9 +1,12 @@
-"""Units from weights that a restarted trainer has abandoned: whether they are trained, and their staleness.
+"""Treatment of units from weights that a restarted trainer has abandoned: whether they are trained, and their
+staleness.
 
-Under `on_abandoned: drop`, their groups are dropped with the reason `abandoned`. Under `train`, the groups
-stay. Their behaviour log-probs are known, so the off-policy correction accounts for the difference between
-the weights. For the staleness limit, such a unit counts as the last version that its epoch shares with the
-trainer's lineage (`counted_as`). So a unit never counts as younger than it is.
+A restarted trainer continues from a checkpoint, so its lineage lacks the weights published after that
+checkpoint. Under `on_abandoned: drop`, groups with units from such weights are dropped with the reason
+`abandoned`. Under `train`, the groups stay. The behaviour log-probs of their units are known, so the
+off-policy correction accounts for the difference between the weights. For the staleness limit, such a unit
+counts as the last version that its epoch shares with the trainer's lineage (`counted_as`). So its staleness
+is never underestimated.
 """
 
 from __future__ import annotations
@@ -18,11 +21,10 @@ if TYPE_CHECKING:
 
 
 def counted_as(lineage: Lineage, step: int, min_epoch: int, version: int) -> int:
-    """Return the version that units count as for the staleness limit. Epoch `min_epoch` sampled them at
-    `version`, and `step` is the newest version of the running epoch. On the lineage, and while later steps
-    can still decide, they count as their own version. Otherwise they count as the last version that their
-    epoch shares with the lineage. So their staleness is never underestimated. Return -1 if no such version is
-    known."""
+    """Return the version that units count as for the staleness limit. The units were sampled from `version`
+    as published by epoch `min_epoch`. `step` is the newest version of the running epoch. Units count as their
+    own version if it is on the lineage, or if later steps still decide whether it is. Otherwise they count as
+    the last version that their epoch shares with the lineage. Return -1 if no such version is known."""
     for span in lineage:
         if span.epoch == min_epoch:
             if version < span.first:
@@ -39,8 +41,8 @@ def on_lineage(tx: Transaction, policy: str, group: GroupRecord) -> bool:
 
 
 def is_on_lineage(rules: Rules, consumer: Consumer, episode: EpisodeRecord, policy: str) -> bool:
-    """Return whether every unit of `policy` in the episode was sampled from valid weights. If abandoned units
-    are trained, it is enough that the version they count as is known."""
+    """Return whether every unit of `policy` in the episode was sampled from weights on the lineage. If
+    abandoned units are trained, the version that they count as only needs to be known."""
     held = episode.versions.get(policy)
     if held is None or accepts(consumer.lineage, held.epoch, held.oldest, held.newest):
         return True
@@ -49,8 +51,8 @@ def is_on_lineage(rules: Rules, consumer: Consumer, episode: EpisodeRecord, poli
 
 
 def recounted(tx: Transaction, policy: str, group: GroupRecord, leased_at_most: int) -> None:
-    """Count the units of a group again after versions were abandoned. Units that a worker with a lease still
-    delivers are no newer than `leased_at_most`."""
+    """Update the versions that the group's units count as, after versions were abandoned. Units that a leased
+    worker has yet to deliver count as at most `leased_at_most`."""
     training = group.training[policy]
     oldest = tx.oldest(policy, group.episodes)
     leased = min(training.leased_version, leased_at_most)

@@ -8,17 +8,17 @@ A step trains B groups.
 
 The formula bounds staleness because steps take the oldest groups first. The group granted last has at most (η
 + 1 − lag)·B − 1 groups before it. So it is trained at the latest in step v_train + η − lag = v_serving + η.
-Without the `+ 1`, nothing could run at η = 0. Without the lag, a worker that has not yet loaded the newest
-weights would make groups that are one version too old when they are trained. A group that several policies
-train needs a place for each of them.
+Here lag is max(0, v_train − v_serving). Without the `+ 1`, no group could be granted at η = 0. Without the
+lag, groups of a worker that has not yet loaded the newest weights would be too old when they are trained. A
+group that several policies train needs a place for each of them.
 
-While steps are redone, whole batches are ready for later steps. A group BATCHED for a step takes a place of
-that step only. So groups batched for steps beyond the formula's window do not count. Otherwise a step whose
-batch has lost groups to abandoned weights could get no others, and the trainer and generation would wait for
-each other.
+While a resumed trainer redoes steps, batches of later steps already exist. A group BATCHED for a step takes a
+place of that step only. So groups batched for steps beyond the formula's window do not count. Otherwise a
+step whose batch has lost groups to abandoned weights could not get replacements, and the trainer and the
+workers would wait for each other.
 
 No other limit applies to running work (docs/decisions/buffer.md#no-limit-on-running-groups-beyond-admission).
-The term `steps − v_train` prevents groups for which the job has no step left.
+Because of the term `steps − v_train`, no group is generated for which the job has no step left.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Demand:
     v_train: int
     outstanding: int
     pace: Pace | None = None
-    """Set under `buffer.pacing: fresh`."""
+    """The pace under `buffer.pacing: fresh`, else None."""
     batched: Mapping[int, int] = field(default_factory=dict)
     """Step → number of outstanding groups that are BATCHED for it."""
     whole_batches: int = 0
@@ -62,12 +62,12 @@ def capacity(demand: Demand, v_serving: int) -> int:
 
 
 def allowed(demand: Demand, v_serving: int) -> int:
-    """Return the same number from the staleness limit alone."""
+    """Return the capacity that the staleness limit alone allows."""
     return steps_allowed(demand, v_serving) * demand.batch_groups
 
 
 def steps_allowed(demand: Demand, v_serving: int) -> int:
-    """Return the same limit in steps: how many of the next steps may train a group that begins now."""
+    """Return the staleness limit in steps: how many of the next steps may train a group that begins now."""
     lag = max(0, demand.v_train - v_serving)
     return max(0, min(demand.max_staleness + 1 - lag, demand.steps - demand.v_train))
 

@@ -1,14 +1,14 @@
 """Batch of a policy's step: the hard staleness check, overtaken groups, and the choice of groups.
 
-`sampling` orders the groups that were never trained. Groups trained before fill the places that are left.
-They are not used if an unfinished group would then become too old.
+`sampling` orders the groups that were never trained. Groups that were trained before fill the remaining
+places, unless this would make an unfinished group too old.
 
-Look-ahead. The trainer may get the batch of step s + 1 before the commit of s. It computes s + 1 while the
+Look-ahead. The trainer may get the batch of step s + 1 before it commits s. So it can compute s + 1 while the
 weights of s are written and announced. Only the trainer that got s may look ahead, and only by one step.
-Staleness counts from the step's number, and a BATCHED group is outstanding, so both limits stay the same.
-Groups trained in s can be used again from s + 2 on. In two cases s + 1 waits for the commit of s: while steps
-are redone, and while an earlier epoch has published the same weights so far. Only the commit then shows which
-units are valid.
+Look-ahead changes neither the staleness limit nor admission, because staleness counts from the step's number
+and a BATCHED group is outstanding. Groups trained in s can be used again from s + 2 on. In two cases s + 1
+waits for the commit of s: while steps are redone, and while the running epoch has published the same weights
+as an earlier epoch. Only the commit then shows which units are valid.
 
 Replay (`buffer.max_reuse`). A trained group becomes SCORED again if it has uses left and is young enough for
 the next step. Otherwise it stays TRAINED, and the first checkpoint after its last use makes it COMMITTED. It
@@ -54,7 +54,8 @@ def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
 
     A batch is `batch_groups` SCORED groups. Never trained groups come first. A group with a version of the
     policy below `step − η` is dropped here. An unfinished group that has version `step − η`, or may still get
-    it, would be too old for the next step. Under `wait`, the step waits for such groups up to a time limit.
+    it, would be too old for the next step. Under `on_overtaken: wait`, the step waits for such groups up to a
+    time limit.
 
     `step` is the next step to commit. If the trainer has the batch of that step, `step` may also be the one
     after it."""
@@ -79,10 +80,10 @@ def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
 
 
 def _only_after_commit(index: Index, policy: str, step: int) -> Waiting | None:
-    """Return the reason if the batch of `step` must wait for the commit of the step before. It waits while
-    that commit can still decide which units are valid. This is true until the redo log ends, and while an
-    earlier epoch has published the same weights so far. The commit then makes the later versions of that
-    epoch valid or abandoned."""
+    """Return the reason if the batch of `step` must wait for the commit of the step before. It must wait
+    while that commit can still decide which units are valid. This holds until the redo log ends, and while
+    the running epoch has published the same weights as an earlier epoch. The commit then makes the later
+    versions of that earlier epoch valid or abandoned."""
     done = index.consumer(policy).v_train
     if index.plans(policy, step):
         why = "steps are done again"
@@ -124,7 +125,8 @@ class _Assembly:
         self.rules = tx.rules.consumers[policy]
 
     def batch(self, plan: BatchPlan | None, epoch: int) -> Decision:
-        """Return the decision. `plan` is the batch of this step that an earlier trainer got."""
+        """Return the decision. `plan` is the batch that an earlier trainer got for this step, if there is
+        one."""
         tx, policy, step = self.tx, self.policy, self.step
         groups = self._still_on_lineage(plan)
         if len(groups) < self.rules.batch_groups:
@@ -191,8 +193,8 @@ class _Assembly:
         self.tx.drop_for(group.group_id, self.policy, reason)
 
     def _drop_stale(self) -> None:
-        """Drop groups that are too old for the step. A leased group is only judged by the versions that
-        arrive."""
+        """Drop groups that are too old for the step. Of a leased group, only episodes that have arrived
+        count."""
         for group in self._aged(self.rules.lowest_version(self.step) - 1):
             if too_old(self.tx.rules, group, self.policy, self.step):
                 self._drop(group, "stale")
@@ -230,7 +232,8 @@ class _Assembly:
         return [(groups[place], "due" if place in due else "") for place in places]
 
     def _used_before(self, most: int) -> Chosen:
-        """Return either all `most` groups or none. A step that must wait anyway waits for new groups."""
+        """Return either all `most` groups that were trained before, or none. A step that must wait in any
+        case waits for new groups instead."""
         if most <= 0 or len(self.mine.reusable) < most:
             return []
         eta, size = self.rules.max_staleness, self.rules.batch_groups
@@ -239,7 +242,7 @@ class _Assembly:
         return [(group, "reuse") for group in self._scored(self.mine.reusable, most)]
 
     def _under_way(self) -> list[int]:
-        """Return the oldest versions that unfinished groups have or may get."""
+        """Return the oldest version that each unfinished group has or may get."""
         groups = map(self.tx.index.groups.__getitem__, self.mine.aging)
         return [group.oldest_version(self.policy) for group in groups if group.state in UNFINISHED]
 
@@ -262,7 +265,8 @@ class _Assembly:
 
     def _wait_for_overtaken(self, chosen: list[GroupRecord]) -> Waiting | None:
         """Return a reason if the step waits for overtaken groups. It does not wait if all of `chosen` are new
-        and as old as the overtaken groups. No place would then be left for another group."""
+        and as old as the overtaken groups, because none of them could then give its place to an overtaken
+        group."""
         tx, step = self.tx, self.step
         limit = self.rules.lowest_version(step)
         overtaken = [group for group in self._aged(limit) if group.state in UNFINISHED]
@@ -288,7 +292,7 @@ class _Assembly:
         return None
 
     def _drop_left_behind(self) -> None:
-        """Drop groups that are too old for the next step. The batch of this step is made, so no step can
+        """Drop groups that are too old for the next step. The batch of this step is complete, so no step can
         train them."""
         for group in self._aged(self.rules.lowest_version(self.step)):
             if too_old(self.tx.rules, group, self.policy, self.step + 1):
@@ -348,8 +352,8 @@ def _batch_episode(
 
 
 def starving(index: Index, policy: str, step: int, ready: int) -> Waiting:
-    """Return why `step` of `policy` cannot start with `ready` scored groups: the missing event, then the
-    figures."""
+    """Return why `step` of `policy` cannot start with `ready` scored groups. The text has the missing event,
+    then the figures."""
     mine, episodes = index.consumers[policy], index.episode_counts
     groups = mine.group_counts
     stored, claimed = episodes[EpisodeState.STORED], episodes[EpisodeState.CLAIMED]
@@ -430,14 +434,14 @@ Plans = dict[str, list[int]]
 
 
 def masked_below(rules: Rules, policy: str, step: int) -> int:
-    """Return the version below which the trainer of `policy` masks units in `step`. 0: it masks none."""
+    """Return the version below which the trainer of `policy` masks units in `step`, or 0 if it masks none."""
     return max(0, rules.consumers[policy].lowest_version(step)) if rules.overtaken_masks else 0
 
 
 def too_old(rules: Rules, group: GroupRecord, policy: str, step: int) -> bool:
     """Return whether the group is too old for `step` of `policy` and all later steps. Without masking, one
-    unit below the step's lowest version makes the group too old. With masking, all its units must be below,
-    and no sample may be missing."""
+    unit below the step's lowest version makes the group too old. With masking, it is too old only if all its
+    units are below that version and no sample is missing."""
     lowest = rules.consumers[policy].lowest_version(step)
     oldest = group.training[policy].min_version
     if oldest == NO_VERSION or oldest >= lowest:
@@ -458,7 +462,8 @@ def newest_version(episode: EpisodeRecord, policy: str) -> int:
 
 
 def plans_from(index: Index, policy: str, step: int) -> Plans:
-    """Return the plans of `policy` in the redo log. Empty unless its trainer is redoing steps."""
+    """Return the plans of `policy` in the redo log. The result is empty unless its trainer is redoing
+    steps."""
     plans: defaultdict[str, list[int]] = defaultdict(list)
     for number, plan in index.plans(policy, step).items():
         for group_id in plan.group_ids:
@@ -485,7 +490,8 @@ def trained_in(tx: Transaction, group: GroupRecord, policy: str, step: int, plan
 def rewound(tx: Transaction, group: GroupRecord, policy: str, step: int, planned: list[int] | None) -> int:
     """Undo the uses of a group in `step` and later. Return the number of episodes whose training is undone.
 
-    `planned` are the steps of the redo log that contain the group. It becomes BATCHED for the first of them.
+    `planned` has the steps of the redo log that contain the group. The group becomes BATCHED for the first of
+    them.
     """
     training: Training = group.training[policy]
     kept = tuple(number for number in training.steps if number < step)

@@ -46,8 +46,8 @@ def commit(index: Index, message: Commit, now_ms: int) -> Decision:
     """Commit `step`, which is trained and published. Its groups become TRAINED, or SCORED if they may be used
     again. A repeated commit changes nothing.
 
-    If an earlier epoch published different weights as version `step + 1`, units of its later weights are
-    abandoned."""
+    If an earlier epoch published different weights as version `step + 1`, the units that it sampled from that
+    version on are abandoned."""
     policy, step = message.policy, message.step
     if (refusal := refused(index, policy, message.epoch)) is not None:
         return refusal
@@ -85,9 +85,8 @@ def commit(index: Index, message: Commit, now_ms: int) -> Decision:
 
 
 def _drop_abandoned(tx: Transaction, policy: str, version: int) -> None:
-    """Handle every group not trained yet that has units from abandoned weights. Depending on the job file,
-    drop the group or count the abandoned units as older. `version` is the newest version of the running
-    epoch."""
+    """Handle every untrained group that has units from abandoned weights. Depending on the job file, drop the
+    group or count the abandoned units as older. `version` is the newest version of the running epoch."""
     consumer = tx.consumer(policy)
 
     def may_stay(episode: EpisodeRecord) -> bool:

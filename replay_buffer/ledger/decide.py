@@ -54,7 +54,7 @@ class ExtendDeadlines:
 
 @dataclass(frozen=True)
 class BufferStarted:
-    """Report that a buffer has started. A failed job has then been resumed."""
+    """Report that a buffer has started on the ledger of a failed job, which is thereby resumed."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class BytesLost:
 
 @dataclass(frozen=True)
 class KeepAlive:
-    """Command for an idle buffer: Redis records the time with every write, so this writes nothing else."""
+    """Command for an idle buffer, to record the time. Redis records the time with every write, so this
+    command writes nothing else."""
 
 
 Decide = Callable[[Index, Any, int], Decision]

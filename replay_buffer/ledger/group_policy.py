@@ -1,9 +1,10 @@
-"""The end of a group that is incomplete at its deadline, or has nothing to teach.
+"""The end of a group that is incomplete at its deadline, or whose rewards are all equal.
 
 Under `complete`, a group waits for all its samples. The other two policies set a deadline, which counts from
 the group's first lease. At the deadline, `deadline_drop` drops the group. `deadline_partial` continues with
 the stored samples, if there are enough, and missing samples become ABSENT. It does the same for a group that
-has used up its leases. The deadline is only for generating. Stored samples get the time that scoring needs.
+has used up its leases. The deadline limits only generation. Stored samples get as much time as their scoring
+needs.
 
 The policy for verdicts (`verdicts.py`) may also make a sample MASKED. A MASKED sample does not count as
 available. A group with too few available samples ends immediately, even if other samples are still expected.
@@ -16,7 +17,8 @@ from replay_buffer.ledger.rules import MAX_LEASES, Rules
 from replay_buffer.ledger.transaction import Transaction
 
 SAME = 1e-12
-"""Rewards with a relative difference up to this are equal. Rounding errors are nothing to learn from."""
+"""Rewards with a relative difference up to this count as equal, because rounding errors carry no learning
+signal."""
 
 
 DRAINED = "drained"  # Reason of a worker that stops as planned and returns a lease
@@ -47,7 +49,7 @@ def finish(tx: Transaction, group: GroupRecord) -> None:
 
 def has_too_few(rules: Rules, group: GroupRecord, *, without: int = 0) -> bool:
     """Return whether a group with masked episodes can no longer reach `min_scored` scores. `without` is the
-    number of pending episodes that will not arrive."""
+    number of pending episodes to count as lost."""
     masked = group.count(EpisodeState.MASKED)
     given_up = masked + group.count(EpisodeState.ABSENT) + without
     return masked > 0 and len(group.episodes) - given_up < rules.min_scored

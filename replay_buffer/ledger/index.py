@@ -1,7 +1,7 @@
 """The ledger in memory: the records in Redis, and figures derived from them.
 
-Only `apply` changes an index. All other data is derived from the records, one record at a time. So an index
-built from the records alone equals an index that applied every change in turn.
+Only `apply` changes an index. The figures depend on the present records alone. So an index built from the
+records in Redis equals an index that applied every change in turn.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BatchKey = tuple[str, int]
 
 @dataclass
 class WriteSet:
-    """Records to write, all or none. None as a value deletes the record."""
+    """Records to write in one atomic step. None as a value deletes the record."""
 
     meta: LedgerMeta
     groups: dict[str, GroupRecord | None] = field(default_factory=dict)
@@ -120,8 +120,8 @@ class Index:
         return step
 
     def open_step(self, policy: str) -> int:
-        """Return the first step of `policy` that can train a group that is not batched yet. This step has no
-        batch, or its batch has lost groups to abandoned weights."""
+        """Return the first step of `policy` that can still take an unbatched group. This step has no batch,
+        or its batch has lost groups to abandoned weights."""
         step = self.consumer(policy).v_train
         while plan := self.batches.get((policy, step)):
             if not all(id_ in self.groups and has_place(self.groups[id_], policy) for id_ in plan.group_ids):
@@ -162,7 +162,7 @@ class Index:
     # --- changes ---
 
     def apply(self, writes: WriteSet) -> set[Edge]:
-        """Apply `writes`. Return the events that this may have made possible."""
+        """Apply `writes`. Return the events that the writes may have caused."""
         self.revision += 1
         before = self.meta
         self.meta = writes.meta
@@ -248,18 +248,19 @@ def _clocks(meta: LedgerMeta) -> list[tuple[str, int, int]]:
 
 
 def has_place(group: GroupRecord, policy: str) -> bool:
-    """Return whether a group in the batch of a later step will still be trained in it. A dropped group will
-    not be. A group trained before is then TRAINED and is not used again."""
+    """Return whether a group in the batch of a later step will still be trained in it. It will not if the
+    policy has dropped it, or if it is TRAINED and may not be used again."""
     return policy in group.training and group.state_for(policy) == GroupState.BATCHED
 
 
 def _oldest(group: GroupRecord) -> int:
-    """Return the smallest version of any policy in the group. Such groups are probably needed first."""
+    """Return the smallest version of any policy in the group. Groups with small versions are probably needed
+    first."""
     return min((training.min_version for training in group.training.values()), default=NO_VERSION)
 
 
 def due_ms(rules: Rules, group: GroupRecord) -> int | None:
-    """Return the group's own deadline while samples are missing. None: it has no deadline."""
+    """Return the group's own deadline while samples are missing, or None if it has none."""
     if rules.group_deadline_ms is None or not group.begun_ms or group.state not in UNGENERATED:
         return None
     return group.begun_ms + rules.group_deadline_ms
@@ -298,8 +299,8 @@ def _put(table: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 OUTSTANDING = (GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED, GroupState.BATCHED)
-"""States that count in the admission formula: leased at least once, and not yet TRAINED or DROPPED. A trained
-group that is SCORED or BATCHED again does not count."""
+"""States of groups that count in the admission formula: leased, and not yet TRAINED or DROPPED. A group that
+was trained and is SCORED or BATCHED again does not count."""
 UNBATCHED = (GroupState.QUEUED, GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED)
 
 
@@ -314,7 +315,8 @@ class ConsumerIndex:
         """SCORED groups that were trained before and may be trained again. The least used come first, then
         the order of `ready`."""
         self.aging = SortedIndex()
-        """Unbatched groups that have a version, or are leased at a version. The oldest comes first."""
+        """Unbatched groups that contain units of some version or are leased at a version, oldest version
+        first."""
         self.group_counts = [0] * len(GroupState)
         self.reused = 0  # Trained groups that are SCORED or BATCHED again
         self.batched: dict[int, int] = {}  # Step → number of groups BATCHED for it

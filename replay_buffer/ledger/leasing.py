@@ -49,11 +49,11 @@ from replay_buffer.ledger.transaction import (
 )
 
 MAX_DRAINING = 1024
-"""Most names of draining workers that are kept. Without a limit, workers with ever new names would fill
+"""Most names of draining workers to keep. Without a limit, workers that keep changing their names would fill
 Redis."""
 FRESH_PART = 8
-"""A lease renewed within 1 / FRESH_PART of its duration is not written again, because workers report at every
-new version."""
+"""A renewal is not written if the last one is more recent than 1 / FRESH_PART of the lease's duration,
+because workers also send a heartbeat at every new version."""
 
 
 def demand_of(index: Index, policy: str) -> Demand:
@@ -89,8 +89,8 @@ def pace_of(index: Index, policy: str) -> Pace | None:
 
 
 def space(index: Index) -> tuple[int, float, str]:
-    """Return how many new groups fit into the buffer, and how many bytes are left for them. If either is 0,
-    also return the reason. While the buffer is full, generation waits. Generated episodes are never refused.
+    """Return how many new groups fit into the buffer, how many bytes are left for them, and the reason if
+    either is 0. While the buffer is full, generation waits. Generated episodes are never refused.
     """
     rules, waiting = index.rules, index.group_counts[GroupState.TRAINED]
     for_checkpoint = f"; {waiting} of its groups wait for a checkpoint" if waiting else ""
@@ -137,8 +137,8 @@ def lease(index: Index, message: Lease, now_ms: int) -> Decision:
 
 
 def _places(index: Index, policy: str, serving: VersionTag | None) -> tuple[int, str]:
-    """Return how many groups of `policy` a worker may lease at the version it serves. If 0, also return the
-    reason."""
+    """Return how many groups of `policy` a worker may lease at the version it serves, and the reason if it is
+    0."""
     if serving is None:
         return 0, f"this worker serves no version of {policy}"
     running = index.consumer(policy)
@@ -151,7 +151,8 @@ def _places(index: Index, policy: str, serving: VersionTag | None) -> tuple[int,
 
 
 def _note_held_back(tx: Transaction, message: Lease, serving: Mapping[str, VersionTag]) -> None:
-    """Record that the pace grants a worker less than it asked for and than the staleness limit allows."""
+    """Record that the pace grants a worker fewer groups than it asked for, although the staleness limit would
+    allow more."""
     for policy in tx.index.consumers:
         demand = demand_of(tx.index, policy)
         if demand.pace is None or demand.pace.held_back > demand.pace.supplied or policy not in serving:
@@ -168,7 +169,8 @@ def _candidates(
     """Yield queued groups, then groups that this decision queues, if their policies have places.
 
     The limits on groups and bytes apply only to new groups. A queued group is already in the buffer, and
-    finishing it makes room. While the size of an episode is not known, the first groups of a job pass."""
+    finishing it makes room. The limit on bytes does not apply to a job's first groups, because the size of an
+    episode is not known yet."""
 
     def has_room(policies: Iterable[str]) -> bool:
         return all(places[policy] > 0 for policy in policies)
@@ -249,15 +251,15 @@ def drain(index: Index, message: Drain, now_ms: int) -> Decision:
 
 
 def _undelivered(index: Index, message: Heartbeat) -> list[LeaseRecord]:
-    """Return the leases that the worker does not know. They were granted before this process loaded the
-    ledger. So the reply was lost with the connection or with the earlier process."""
+    """Return the leases of the worker that it does not know. They were granted before this process loaded the
+    ledger, so the reply that granted them was lost with the connection or with the earlier process."""
     known = set(message.lease_ids)
     unknown = sorted(index.leases_of.get(message.worker, set()).difference(known))
     return [index.leases[lease_id] for lease_id in unknown if not index.gave(lease_id)]
 
 
 def release(index: Index, message: Release, now_ms: int) -> Decision:
-    """End a lease early. If the lease no longer exists, this is no error."""
+    """End a lease early. A lease that no longer exists is not an error."""
     reason = DRAINED if message.reason == DRAINED else "released"
     tx = Transaction(index, now_ms)
     held = index.leases.get(message.lease_id)
@@ -301,7 +303,8 @@ def expire(index: Index, now_ms: int) -> Decision:
 
 
 def extend(index: Index, outage_ms: int, now_ms: int) -> Decision:
-    """Move every deadline by the length of an outage, because nobody could renew anything."""
+    """Move every deadline by the length of an outage, because no lease or claim could be renewed during
+    it."""
     tx = Transaction(index, now_ms)
     for lease_id, lease_ in index.leases.items():
         tx.set_lease(lease_id, replace(lease_, deadline_ms=lease_.deadline_ms + outage_ms))
@@ -324,8 +327,9 @@ def lose(index: Index, places: Sequence[tuple[str, int]], now_ms: int) -> Decisi
     """Drop groups whose bytes are missing in the store, for example after a power failure before they were on
     disk.
 
-    `places` has (group id, sample). The groups' tasks are tried again. A group that is already trained stays.
-    If a trainer needs its bytes again, the trainer reports that they are missing."""
+    `places` has (group id, sample) of the missing episodes. The groups' tasks are tried again. A group that
+    is already trained stays. If a trainer needs its bytes again, the trainer reports that they are
+    missing."""
     tx = Transaction(index, now_ms)
     tx.count("bytes_lost", len(places))
     for group in tx.groups(dict.fromkeys(group_id for group_id, _ in places)):
@@ -358,10 +362,10 @@ class StoreEpisodes:
 
 
 def store_episodes(index: Index, command: StoreEpisodes, now_ms: int) -> Decision:
-    """Store the episodes from the live lease of the group, each sample once.
+    """Store the episodes of a live lease, each sample once.
 
     A sample that the same lease stored before is acknowledged again, because the acknowledgement may have
-    been lost. Other episodes from a lease that is not live are refused, because another worker may have the
+    been lost. Other episodes from a lease that has ended are refused, because another worker may have the
     group. An episode that is too old for every later step, or from abandoned weights, ends its whole group.
     """
     tx = Transaction(index, now_ms)
@@ -397,8 +401,8 @@ def store_episodes(index: Index, command: StoreEpisodes, now_ms: int) -> Decisio
 
 
 def _problem(index: Index, group: GroupRecord, arrival: Arrival, lease_number: int, *, live: bool) -> str:
-    """Return why an arrival cannot be stored. The result is empty if it can be, or if this lease has already
-    stored it."""
+    """Return why an arrival cannot be stored, or an empty string if it can be stored or this lease has
+    already stored it."""
     if not 0 <= arrival.sample < len(group.episodes):
         return f"invalid: the group has the samples 0 to {len(group.episodes) - 1}"
     held = group.episodes[arrival.sample]
@@ -418,8 +422,9 @@ def _problem(index: Index, group: GroupRecord, arrival: Arrival, lease_number: i
 
 
 def _of_versions(index: Index, policy: str, held: Versions, *, trained: bool) -> str:
-    """Return why an episode with units of a policy's weights `held` cannot be stored, or an empty string. If
-    the policy does not train the group (`trained`), its units are context and may be of any age."""
+    """Return why an episode cannot be stored because of the versions `held` of a policy's units, or an empty
+    string. If the policy does not train the group (`trained`), its units are context and may be of any
+    age."""
     if policy not in index.consumers:
         return ""
     running, rules = index.consumer(policy), index.rules.consumers[policy]

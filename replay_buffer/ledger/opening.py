@@ -3,13 +3,13 @@
 When a trainer resumes, there may be two ledgers. Redis has the ledger as of the crash. The checkpoint has a
 copy as of its step `c`.
 
-If Redis continues that copy and still has every batch from `c` on, the redo log is complete. The trainer then
-goes back to `c` and gets the same batches in the same order. Otherwise the copy wins: the cursor and the
-figures come from the checkpoint. Episodes of unfinished groups survive if their bytes are still in Redis.
-Every other group ends, each with a reason.
+If the ledger in Redis is a continuation of that copy and still has every batch from `c` on, the redo log is
+complete. The trainer then goes back to `c` and gets the same batches in the same order. Otherwise the copy
+replaces the ledger: the cursor and the figures come from the checkpoint. Episodes of unfinished groups
+survive if their bytes are still in Redis. Every other group ends, each with a reason.
 
-If several policies are trained, a copy wins only in a ledger that no other trainer has opened. The copy has
-the figures of all policies at the time of the checkpoint. Each other trainer must then resume at the step in
+If several policies are trained, a copy replaces only a ledger that no other trainer has opened. The copy has
+the figures of all policies at the time of the checkpoint. Each other trainer must then resume at its step in
 the copy.
 """
 
@@ -117,9 +117,9 @@ def _problem(index: Index, command: OpenedWith, copy: Copy) -> str:
 
 
 def _continues(index: Index, policy: str, step: int, copy: Copy | None, memory_epoch: int) -> bool:
-    """Return whether Redis continues the copy, or a state that `memory_epoch` left in memory. It must also
-    have every batch of `policy` from `step` on. If Redis has lost the epoch of that state, the answer is
-    False, because its steps may belong to another lineage."""
+    """Return whether the ledger in Redis continues the copy, or the state that trainer epoch `memory_epoch`
+    left in memory. It must also have every batch of `policy` from `step` on. Return False if Redis has lost
+    the trainer epoch of that copy or state, because the steps in Redis may then belong to another lineage."""
     running = index.consumer(policy)
     # If another policy's copy won, no trainer has had the running epoch. It only fences.
     newest = running.epoch if running.trainer else running.epoch - 1
@@ -133,8 +133,8 @@ def _same_ledger(index: Index, copy: Copy | None) -> bool:
 
 
 def _rewind(tx: Transaction, policy: str, step: int, *, on_disk: bool) -> None:
-    """Go back to `step` by the redo log. Groups trained from `step` on become BATCHED again for the same
-    steps. Groups trained before become COMMITTED if the state of `step` is on disk."""
+    """Return to `step` with the redo log. Groups trained from `step` on become BATCHED again for the same
+    steps. Groups trained before `step` become COMMITTED if the trainer's state at `step` is on disk."""
     plans = plans_from(tx.index, policy, step)
     groups = [group for group in tx.index.groups.values() if policy in group.training]
     undone = sum(rewound(tx, group, policy, step, plans.get(group.group_id)) for group in groups)
@@ -145,8 +145,8 @@ def _rewind(tx: Transaction, policy: str, step: int, *, on_disk: bool) -> None:
 
 
 def _adopt(tx: Transaction, policy: str, copy: Copy) -> None:
-    """Replace the ledger by the copy. Epochs and ids continue from the larger of both, so none is issued
-    twice."""
+    """Replace the ledger by the copy. Epochs and ids continue from the larger value of the two, so none is
+    issued twice."""
     index, now = tx.index, tx.index.meta
     tx.set_meta(
         **{name: getattr(copy.meta, name) for name in LedgerMeta.__struct_fields__ if name not in KEPT},
@@ -247,7 +247,8 @@ def _adopt_group(tx: Transaction, group: GroupRecord, held: GroupRecord | None) 
 
 
 def _refreshed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with batched groups SCORED again. Trained groups are covered by the checkpoint."""
+    """Return the fields with trained groups COMMITTED, because the checkpoint covers them, and batched groups
+    SCORED again."""
     training = {}
     for policy, each in fields["training"].items():
         if each.state == GroupState.TRAINED:

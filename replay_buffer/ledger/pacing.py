@@ -1,8 +1,9 @@
 """Pacing: how far ahead of its trainer a job generates, within the limit of admission (`buffer.pacing`).
 
-The staleness limit bounds the number of outstanding groups. If the trainer is the slower side, fewer groups
-are enough. The other groups would wait scored and grow older by a step at each step. Under `fresh`, a job
-holds `ahead` groups beyond the groups that the trainer works on, B ≤ ahead ≤ η·B. It grants a lease if
+The staleness limit bounds the number of outstanding groups. If the trainer is slower than generation, fewer
+groups are enough. More groups would only wait after scoring and become one step staler at each step. Under
+`fresh`, a job keeps at most `ahead` groups beyond the groups that the trainer works on, with B ≤ ahead ≤ η·B.
+It grants a lease if
 
     outstanding < ahead + (1 − max(0, v_train − v_serving)) · B
 
@@ -11,17 +12,18 @@ the trainer from waiting. It changes `ahead` at each step, when the step's batch
 
 - The trainer waited, and in the last `WINDOW` steps a worker had asked for more than the pace allowed. Then
   `ahead` grows by the number of groups that the trainer would have trained in `GAIN` times its wait, at most
-  one batch. The wait counts at most as much as a running mean of waits, because a single delay needs no
-  permanent lead.
-- Trained groups took places of new groups (`buffer.max_reuse`). Then `ahead` grows by that number.
+  by one batch. The wait is limited to a running mean of waits, because a single delay needs no permanent
+  lead.
+- Groups that were trained before took places of new groups (`buffer.max_reuse`). Then `ahead` grows by the
+  number of such groups.
 - The trainer had enough groups. Then `ahead` shrinks by `LEAK` of a batch. Once in `WINDOW` steps, it also
   shrinks by a part of the groups that stayed unused at each of these steps.
 
-So a job settles where its trainer waits for about LEAK / GAIN of its time. If waits are rare and long, it is
-up to LEAK / (GAIN · SMOOTH). If generation is as fast as training, varying durations sometimes empty the
-buffer. The present lack of groups may then come from a worker that was held back some steps ago.
+So a job settles at an `ahead` for which its trainer waits about LEAK / GAIN of its time, or up to LEAK /
+(GAIN · SMOOTH) if waits are rare and long. The rule looks back over `WINDOW` steps, because the present lack
+of groups may come from a worker that was held back some steps ago.
 
-If η ≥ 1, `ahead` is at least one batch, because the next batch must be in progress while a step is trained.
+If η ≥ 1, `ahead` is at least one batch, because workers must generate the next batch while a step is trained.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from replay_buffer.ledger.rules import ConsumerRules
 GAIN = 4.0
 LEAK = 0.01
 WINDOW = 16
-"""Number of recent steps in which the rule looks for unused groups and for workers held back."""
+"""Number of recent steps that the rule checks for unused groups and for workers that it held back."""
 SHARE = 4
 SMOOTH = 0.2
 """Weight of a new step in all running means."""
@@ -51,7 +53,7 @@ def may_hold(pace: Pace, batch_groups: int, lag: int) -> int:
 
 
 def lacks(pace: Pace, step: int, now_ms: int) -> Pace:
-    """Record that the trainer waits, because `step` has too few scored groups."""
+    """Record that the trainer waits because `step` has too few scored groups."""
     return replace(pace, waits_for=step, since_ms=now_ms)
 
 
@@ -104,12 +106,12 @@ def enough(
 
 
 def anew(pace: Pace) -> Pace:
-    """Return the pace of a trainer that resumes. Its first wait does not count."""
+    """Return the pace for a resumed trainer. The trainer's first wait does not count."""
     return replace(pace, waits_for=-1, supplied=-1, held_back=-1, lately=0.0, spares=())
 
 
 def later(pace: Pace, outage_ms: int) -> Pace:
-    """Exclude an outage from the trainer's waiting time."""
+    """Return the pace with an outage excluded from the trainer's waiting time."""
     return replace(pace, since_ms=pace.since_ms + outage_ms, supplied_ms=pace.supplied_ms + outage_ms)
 
 

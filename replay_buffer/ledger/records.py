@@ -93,8 +93,9 @@ class Training(LedgerRecord, frozen=True, array_like=True, gc=False):
     """Progress of one policy's trainer with a group."""
 
     state: int = GroupState.SCORED
-    """SCORED until a batch takes the group, for the first time or again. Then BATCHED, TRAINED, and finally
-    COMMITTED or DROPPED. The value has no meaning before the group itself is SCORED."""
+    """State of the group for this trainer. SCORED until a batch takes the group, for the first time or again.
+    Then BATCHED, TRAINED, and finally COMMITTED or DROPPED. The value has no meaning before the group itself
+    is SCORED."""
     min_version: int = NO_VERSION  # The oldest version of the policy in the group's episodes
     leased_version: int = NO_VERSION
     """Version that the worker of the last lease served when the lease was granted. While the lease is live,
@@ -114,8 +115,8 @@ class Training(LedgerRecord, frozen=True, array_like=True, gc=False):
 
 
 class GroupRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """Episodes of one attempt at one task. The record is deleted once the group has ended for every policy
-    that trains it."""
+    """One attempt at one task, with its episodes. The record is deleted once the group has ended for every
+    policy that trains it."""
 
     group_id: str
     seq: int  # Order in which groups were created
@@ -129,8 +130,8 @@ class GroupRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     leases: tuple[str, ...] = ()  # Ids of all its leases so far; the last is live iff the state is LEASED
     size_bytes: int = 0
     begun_ms: int = 0
-    """Time of the first lease, from which the group's deadline counts. Outages move it forward. 0 before the
-    first lease."""
+    """Time of the first lease, from which the group's deadline counts. An outage moves it forward. The value
+    is 0 before the first lease."""
     handed_over: int = 0  # Number of `leases` that a worker returned when it stopped
 
     def state_for(self, policy: str) -> int:
@@ -193,8 +194,8 @@ class ClaimRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
 
 
 class BatchPlan(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """Groups of a policy's step, in order. Plans are the redo log: they are kept until a checkpoint covers
-    their step."""
+    """Groups in the batch of a policy's step, in order. The plans form the redo log: each is kept until a
+    checkpoint covers its step."""
 
     policy: str
     step: int
@@ -247,8 +248,9 @@ def reopened(lineage: Lineage, epoch: int, version: int) -> Lineage:
 
 
 def continued(lineage: Lineage, step: int, same_as: Sequence[int]) -> Lineage:
-    """Return the lineage after the running epoch has published `step + 1`. The epochs `same_as` had published
-    the same weights. An epoch that has left the lineage never returns to it."""
+    """Return the lineage after the running epoch has published `step + 1`. The epochs in `same_as` published
+    the same weights under that version, so their versions up to it stay valid. An epoch that has left the
+    lineage never returns to it."""
     return tuple(
         Span(span.epoch, span.first, step + 1) if span.last == step and span.epoch in same_as else span
         for span in lineage
@@ -256,9 +258,9 @@ def continued(lineage: Lineage, step: int, same_as: Sequence[int]) -> Lineage:
 
 
 def undecided(lineage: Lineage, step: int, min_epoch: int, max_version: int) -> bool:
-    """Return whether later steps decide if an episode is on the lineage. The newest version of the running
-    epoch is `step`. The episode has newer units, from an earlier epoch whose weights this epoch has equalled
-    so far."""
+    """Return whether later steps decide if an episode is on the lineage. This is the case if it has units
+    newer than `step`, the newest version of the running epoch, from an earlier epoch that published the same
+    weights up to `step`."""
     return max_version > step and any(span.epoch == min_epoch and span.last == step for span in lineage)
 
 
@@ -276,7 +278,7 @@ class OvertakenWait(LedgerRecord, frozen=True, array_like=True, gc=False):
 
 
 class NoScores(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """Count of verdicts without a score of one kind, and the newest of them."""
+    """Count of the verdicts of one kind that have no score, and the newest of them."""
 
     count: int
     message: str
@@ -309,7 +311,7 @@ class Attempt(LedgerRecord, frozen=True, array_like=True, gc=False):
     policies: tuple[str, ...] = ()  # The policies of the group; empty for all that train the task
 
     def is_for_the_same(self, other: Attempt) -> bool:
-        """Return whether both are attempts at one task for the same policies."""
+        """Return whether both are attempts at the same task for the same policies."""
         return (self.row, self.pass_index, self.policies) == (other.row, other.pass_index, other.policies)
 
 
@@ -323,11 +325,11 @@ class Streak(LedgerRecord, frozen=True, array_like=True, gc=False):
     tasks: tuple[tuple[int, int], ...] = ()  # (row, pass) of the first few different tasks that failed
     given_up: tuple[Attempt, ...] = ()  # Groups dropped because of these failures
     taken_back: tuple[Attempt, ...] = ()
-    """Samples that got one more try because they were given up first."""
+    """The first given-up attempt of each task that got another try during the streak."""
 
 
 class Consumer(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """State of a trained policy in the ledger: its clock, its trainer, and the valid weights."""
+    """State of a trained policy in the ledger: its committed steps, its trainer, and its valid weights."""
 
     epoch: int = 0  # Epoch of its trainer; 0 before the first trainer
     trainer: str = ""
@@ -357,8 +359,8 @@ class LedgerMeta(LedgerRecord, frozen=True, array_like=True, gc=False):
     """The newest verdict of each kind without a score, ordered by time with the newest last. Only the newest
     few kinds are kept."""
     failed: str = ""
-    """Reason to end the job, set by `fail_job` or `transaction.py`. A starting buffer clears it, because the
-    job was resumed."""
+    """Reason to end the job, set by the action `fail_job` or by `transaction.py`. A starting buffer clears
+    it, because the job has been resumed."""
     generating: Streak = Streak()
     scoring: Streak = Streak()
     answering: Streak = Streak()

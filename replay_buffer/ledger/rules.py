@@ -17,9 +17,11 @@ from areal_async.config.reward_routing import Routing
 from areal_async.data.tasks import TaskTable, pass_order, read_tasks
 
 MAX_LEASES = 5
-"""Most leases of one group. After that, the task is dropped, because no worker finishes it."""
+"""Most leases of one group. After that the group ends as it is (`group_policy.py`), because no worker has
+finished it."""
 MAX_ATTEMPTS = 3
-"""Most groups made from one task in one pass. A task is tried again if its group was overtaken."""
+"""Most groups made from one task in one pass. A task gets another group if its group was dropped for a reason
+in `TRY_AGAIN` (`transaction.py`)."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +53,18 @@ class Rules:
     group_size: int  # n: episodes in a group
     consumers: Mapping[str, ConsumerRules]  # The trained policies by name
     uses: Callable[[Task], Sequence[str]] | None = None
-    """Return the policies that sample in the episodes of a task. None: all policies do."""
+    """Function that returns the policies that sample in the episodes of a task. None: all policies do."""
     lease_ms: int = 30_000
     claim_ms: int = 50_000  # A scorer without a heartbeat for this long loses its claims
     call_ms: int = 10_000
-    """Longest deadline of one scoring call. A claim lives at most this long times its number of episodes."""
+    """Longest deadline of one scoring call, in ms. A claim lasts at most this long times its number of
+    episodes."""
     on_timeout: VerdictPolicy = VerdictPolicy()
     on_error: VerdictPolicy = VerdictPolicy()
     on_abstain: VerdictPolicy = VerdictPolicy(retries=0)
     faults_at_start: int = 64
-    """Number of consecutive answers that end the job if each of them is at fault. Only answers since the
-    start count, before any success. 0 turns this off."""
+    """Number of consecutive answers at fault that ends the job. Only answers between the start and the first
+    success count. 0 turns this limit off."""
     min_scored: int = 2
     routing: Routing | None = None
     """Rewards by task. None: every task has one scoring call per episode."""
@@ -71,11 +74,11 @@ class Rules:
     max_reuse: int = 1
     overtaken_waits: bool = True
     overtaken_masks: bool = False
-    """If true, a group is too old only when all its units are. The trainer masks the other units that are too
-    old."""
+    """If true, a group is too old only when all its units are. In any other group, the trainer masks the
+    units that are too old."""
     overtaken_ms: int = 60_000
     abandoned_trains: bool = False
-    """If true, units from abandoned weights are trained and count as older than they are."""
+    """If true, units from abandoned weights are trained, but count as older (`abandoned.py`)."""
     group_policy: Literal["complete", "deadline_drop", "deadline_partial"] = "complete"
     group_deadline_ms: int | None = None
     min_samples: int = 1

@@ -1,10 +1,10 @@
 """Choice of scored groups for a step: an order (`buffer.sampling`), which age can override.
 
 A group of version `w` can be trained up to step `w + η`. After the batch of step `v` is made, the steps `v +
-1 … w + η` remain. They can take `(w + η − v)·B` groups of version `w` or older. If more such groups are left,
-the excess must be taken now, oldest versions first. All other groups are taken in the chosen order. Admission
-grants no more groups than there are places. So no order drops a group that arrives with the version of its
-lease.
+1 … w + η` remain. They can take `(w + η − v)·B` groups of version `w` or older. If there are more such
+groups, step `v` must take the excess, oldest versions first. All other groups are taken in the chosen order.
+Admission grants no more groups than there are places. So under any order, no group is dropped if it arrives
+with the version of its lease.
 
 The functions are pure. They use only the ready groups.
 """
@@ -37,9 +37,9 @@ def rank(rules: Rules, group: GroupRecord, version: int) -> Key:
 
 
 def priority(rules: Rules, group: GroupRecord) -> float:
-    """Return a measure of what can be learned from a group with rewards r_i and mean m. It is their variance,
-    mean (r_i − m)². Under `advantage` it is mean |r_i − m|, the size of the advantages without division by a
-    deviation."""
+    """Return a measure of what can be learned from a group with rewards r_i and mean m. By default it is the
+    variance, mean (r_i − m)². Under `advantage` it is mean |r_i − m|, the mean size of the advantages before
+    any division by the standard deviation."""
     rewards = [episode.reward for episode in group.episodes if episode.state == EpisodeState.VERDICT]
     if not rewards:
         return 0.0
@@ -52,8 +52,8 @@ def priority(rules: Rules, group: GroupRecord) -> float:
 def choose(
     versions: Sequence[int], unfinished: Iterable[int], *, step: int, room: int, eta: int, batch_groups: int
 ) -> tuple[list[int], set[int]]:
-    """Choose up to `room` groups, whose `versions` are given in order. Return their indices, ascending, and
-    the indices of groups taken early because of their age.
+    """Choose up to `room` of the ordered groups with these `versions`. Return the ascending indices of the
+    chosen groups, and the indices of groups taken early because of their age.
 
     `unfinished` has the versions of groups that will compete for the next steps."""
     if len(versions) <= room:
@@ -87,8 +87,8 @@ def overtaken_by_reuse(unfinished: Iterable[int], *, step: int, eta: int, batch_
 
 
 def _must_go(held: Counter[int], *, step: int, eta: int, batch_groups: int) -> Iterable[tuple[int, int]]:
-    """Yield, in ascending order, each version and how many groups of it or older get no place after
-    `step`."""
+    """Yield each version in ascending order, with the number of groups of this or an older version that get
+    no place after `step`."""
     so_far = 0
     for version in sorted(held):
         so_far += held[version]

@@ -18,8 +18,8 @@ from replay_buffer.ledger.transaction import Decision, Transaction
 def claim(index: Index, message: Claim, now_ms: int) -> Decision:
     """Hand out stored episodes, oldest versions first, with one claim id per group.
 
-    A group that is scored as one is always handed out whole. If it is the first, it may be larger than the
-    request."""
+    A group that is scored as one is always handed out whole. If it is the first of the reply, it may exceed
+    the requested number."""
     tx = Transaction(index, now_ms)
     renew(tx, message.scorer)
     if message.holds is not None:
@@ -42,7 +42,7 @@ def claim(index: Index, message: Claim, now_ms: int) -> Decision:
 
 
 def _claimable(index: Index, group: GroupRecord, room: int) -> list[int]:
-    """Return the samples of a group that one claim takes."""
+    """Return the samples of a group that a claim would take."""
     if index.is_scored_as_one(group):
         # A score without the scores of the others is useless: all are judged again, in one call.
         return group.held
@@ -109,8 +109,8 @@ def end_claim(tx: Transaction, claim_id: str, reason: str) -> None:
 
 
 def renew(tx: Transaction, scorer: str) -> None:
-    """Renew the claims of a scorer after a message from it, each up to its last deadline. A claim is written
-    only past half of its time, so that a busy scorer causes few writes."""
+    """Renew the claims of a scorer after a message from it, each up to its final deadline. A renewal is
+    written only after half of the claim's time has passed, so that a busy scorer causes few writes."""
     deadline_ms = tx.now_ms + tx.rules.claim_ms
     for claim_id in tx.index.claims_of.get(scorer, ()):
         held = tx.index.claims[claim_id]
@@ -127,8 +127,8 @@ LARGEST_UNIT = 3.4028234e38  # The largest float32
 
 
 def checked(verdict: Verdict, episode: EpisodeRecord) -> Verdict:
-    """Return a score if its numbers are finite and it has no more parts than the episode. Otherwise return an
-    error of the reward, never a score of 0."""
+    """Return the score unchanged if its numbers are finite and it has no more parts than the episode.
+    Otherwise return an error of the reward, never a score of 0."""
     if not isinstance(verdict, Score):
         return verdict
     if not math.isfinite(verdict.value):
@@ -141,7 +141,7 @@ def checked(verdict: Verdict, episode: EpisodeRecord) -> Verdict:
 
 
 def _problem(parts: Parts, episode: EpisodeRecord) -> Failure | None:
-    """Return what is wrong with the rewards of parts, or None."""
+    """Return the problem with the rewards of parts, or None."""
     what = ""
     if len(parts.units) not in (0, episode.n_units):
         what = f"{len(parts.units)} rewards of units for an episode of {episode.n_units} units"

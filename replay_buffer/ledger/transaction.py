@@ -4,9 +4,9 @@ A transaction is an overlay on an index. It reads from the index, keeps its chan
 every transition with its reason.
 
 If every episode fails, the job ends with the reason and loses no task. The job ends when generating or
-scoring keeps failing over several tasks and for some time. This time is short before the first success. Tasks
-that were given up during such a streak are queued again when the streak ends. They are queued earlier if no
-other tasks are left to try.
+scoring keeps failing over several tasks and for some time. Before the first success, a short time is enough.
+Tasks that were given up during such a streak of failures are queued again when the streak ends, or earlier if
+no other tasks are left to try.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ TRY_AGAIN = frozenset({"stale", "overtaken", "abandoned", "bytes_lost"})
 
 @dataclass
 class Decision:
-    """A reply, and the records to write before it is sent. None: there is nothing to write."""
+    """A reply, and the records to write before it is sent. Without records (None), there is nothing to
+    write."""
 
     reply: Message
     writes: WriteSet | None = None
@@ -108,7 +109,7 @@ class Transaction:
         self.set_meta(consumers={**self.meta.consumers, policy: changed})
 
     def set_training(self, group: GroupRecord, policy: str, **changes: Any) -> GroupRecord:
-        """Replace fields of one training of a group without a change of state."""
+        """Replace fields of a group's training by one policy, without a change of state."""
         changed = replace(group.training[policy], **changes)
         return self.set_group(group, training={**group.training, policy: changed})
 
@@ -130,7 +131,8 @@ class Transaction:
         self._writes.blobs.setdefault(group_id, {})[sample] = attachment
 
     def free(self, group_id: str, samples: tuple[int, ...] | None = None) -> None:
-        """Free the bytes of `samples`, or of all samples of the group. Earlier calls stay in effect."""
+        """Free the bytes of `samples`, or of all samples of the group, in addition to those of earlier
+        calls."""
         before = self._writes.freed.get(group_id, ())
         self._writes.freed[group_id] = None if samples is None or before is None else (*before, *samples)
         self._writes.blobs.pop(group_id, None)
@@ -140,7 +142,7 @@ class Transaction:
         return f"{kind}{self.index.nonce}.{self.meta.ids:x}"
 
     def note_no_score(self, kind: str, message: str, episode_id: str) -> None:
-        """Record the newest verdict without a score of this kind, for the user. Only the newest kinds are
+        """Record a verdict without a score as the newest of its kind, for the user. Only the newest kinds are
         kept."""
         notes = dict(self.meta.no_scores)
         known = notes.pop(kind, None)
@@ -156,7 +158,7 @@ class Transaction:
         self, row: int, pass_index: int, attempt: int, policies: tuple[str, ...] = ()
     ) -> GroupRecord:
         """Queue a new group for `policies`, or for all policies that train the task. If the group is for only
-        some of them, its id has their names, so no other attempt has the same id."""
+        some of them, its id contains their names, so that no other attempt has the same id."""
         task = self.index.tasks.task(row, pass_index)
         whole = self.rules.policies_of(task)
         policies = policies or whole
@@ -177,8 +179,8 @@ class Transaction:
         return self.set_group(group)
 
     def move(self, group: GroupRecord, state: GroupState, reason: str = "", **changes: Any) -> GroupRecord:
-        """Move the group to `state`. The transition is counted under the state's name and the reason, if
-        there is one."""
+        """Move the group to `state`. Count the transition under the state's name and the reason, if there is
+        one."""
         self._check(group, GroupState(group.state), state, LEGAL)
         self._count_state(state, reason)
         return self.set_group(group, state=int(state), since_ms=self.now_ms, **changes)
@@ -186,7 +188,8 @@ class Transaction:
     def train(
         self, group: GroupRecord, policy: str, state: GroupState, reason: str = "", **changes: Any
     ) -> GroupRecord:
-        """Move the group's training by `policy` to `state`. The group ends with the last of its trainings."""
+        """Move the group's training by `policy` to `state`. The group ends once its trainings by all policies
+        have ended."""
         self._check(group, GroupState(group.training[policy].state), state, LEGAL_TRAINING)
         trained = replace(group.training[policy], state=int(state), **changes)
         training = {**group.training, policy: trained}
@@ -263,7 +266,7 @@ class Transaction:
         return self.set_group(group, **self.figures(group, _with(group, arrived)))
 
     def mask(self, group: GroupRecord, masked: dict[int, EpisodeRecord]) -> GroupRecord:
-        """Give up episodes whose verdicts have no score, and free their bytes."""
+        """Give up episodes whose verdicts have no score (MASKED), and free their bytes."""
         gone = {sample: _masked(episode) for sample, episode in masked.items()}
         for sample, episode in masked.items():
             self.count(f"episode_masked:{episode.no_score.partition(':')[0]}")
@@ -284,8 +287,8 @@ class Transaction:
         }
 
     def oldest(self, policy: str, episodes: Iterable[EpisodeRecord]) -> int:
-        """Return the version of the oldest units of `policy` in these episodes, for the staleness limit. -1:
-        there are no such units."""
+        """Return the version of the oldest units of `policy` in these episodes, for the staleness limit, or
+        -1 if there are no such units."""
         consumer = self.consumer(policy)
         held = [episode.versions[policy] for episode in episodes if policy in episode.versions]
         return min((counted(self.rules, consumer, each) for each in held), default=NO_VERSION)
@@ -313,7 +316,7 @@ def _with(group: GroupRecord, changed: dict[int, EpisodeRecord]) -> tuple[Episod
 
 
 def _masked(episode: EpisodeRecord) -> EpisodeRecord:
-    """Return the fields of an episode that a repeated put or verdict needs."""
+    """Return a masked episode, reduced to the fields that a repeated put or verdict needs."""
     return EpisodeRecord(
         state=int(EpisodeState.MASKED),
         lease=episode.lease,
@@ -359,8 +362,8 @@ WORDS = {
 
 
 def try_succeeded(tx: Transaction, what: What) -> None:
-    """Record that a try succeeded, and end the streak of failures. If several tasks failed in the streak, its
-    tasks are queued again, because an outage was the cause."""
+    """Record that a try succeeded, and end the streak of failures. If several tasks failed in the streak, an
+    outage was probably the cause, so the tasks that it gave up are queued again."""
     streak: Streak = getattr(tx.meta, what)
     if streak.succeeded and not streak.count:
         return
@@ -396,14 +399,15 @@ def is_hopeless(tx: Transaction, streak: Streak) -> bool:
 
 
 def _never_judged(tx: Transaction, streak: Streak) -> bool:
-    """Return whether so many answers were at fault, and none was judged, that the cause must be elsewhere."""
+    """Return whether so many answers were at fault, while none was judged, that the answers cannot be the
+    cause."""
     most = tx.rules.faults_at_start
     return bool(most) and not streak.succeeded and streak.count >= most and len(streak.tasks) >= TASKS
 
 
 def note_given_up(tx: Transaction, group: GroupRecord, reason: str) -> None:
-    """Record that the group was dropped for `reason`. During a streak, its task is remembered. If the job is
-    about to end, the task is queued again immediately."""
+    """Record that the group was dropped for `reason`. During a streak, remember its task to try it again
+    later. If the job is about to end, queue the task again immediately."""
     what = GIVEN_UP.get(reason)
     if what is None:
         return
@@ -417,8 +421,9 @@ def note_given_up(tx: Transaction, group: GroupRecord, reason: str) -> None:
 
 
 def take_back(tx: Transaction, has_room: Callable[[Iterable[str]], bool]) -> GroupRecord | None:
-    """Queue a new attempt at a task that a streak over several tasks gave up. Its policies must have room. If
-    no other tasks are left, only another try can show a success. Return None if no task fits."""
+    """Queue a new attempt at a task that was given up in a streak over several tasks, if its policies have
+    room. Called when no other tasks are left, because only another try can then end the streak. Return None
+    if no task fits."""
     for what in WORDS:
         streak: Streak = getattr(tx.meta, what)
         fitting = [entry for entry in streak.given_up if has_room(_policies(tx, entry))]
@@ -443,8 +448,8 @@ def _policies(tx: Transaction, entry: Attempt) -> tuple[str, ...]:
 
 
 def _may_be_tried_again(streak: Streak, entry: Attempt) -> bool:
-    """Return whether the task had tries left when the streak first gave it up. Later tries belong to the
-    streak."""
+    """Return whether the task had tries left when the streak first gave it up. Later tries do not count,
+    because they belong to the streak."""
     first = next((other for other in streak.taken_back if entry.is_for_the_same(other)), entry)
     return first.attempt + 1 < MAX_ATTEMPTS
 

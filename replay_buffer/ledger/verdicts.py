@@ -3,7 +3,8 @@
 A score is final. Any other verdict is tried again as often as the policy of its kind says
 (`reward.on_timeout`, `on_error`, `on_abstain`). After that, the group is dropped, the episode is MASKED and
 the group continues without it, or the job ends. A verdict without a score is never a reward of 0. An answer
-that is itself at fault gets a score. In a group that is scored as one, all episodes are tried again together.
+that could not be judged by its own fault does get a score (`reward.on_fault.score`). In a group that is
+scored as one, all episodes are scored again together.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def verdicts(index: Index, message: PutVerdicts, now_ms: int) -> Decision:
 def _taken(
     tx: Transaction, group: GroupRecord, items: Sequence[EpisodeVerdict]
 ) -> tuple[Judged, list[Refusal]]:
-    """Return the verdicts that count, and refusals for verdicts whose claim is not held."""
+    """Return the verdicts that count, and refusals for verdicts whose claim has ended."""
     refused: list[Refusal] = []
     taken: Judged = {}
     for item in items:
@@ -77,8 +78,8 @@ def _taken(
 
 
 def _note_score(tx: Transaction, group: GroupRecord, score: Score, episode_id: str) -> None:
-    """Record a score for the streaks. A score of an answer at fault says nothing about the reward, which did
-    not judge it."""
+    """Record a score for the streaks of failures. The score of an answer at fault proves nothing about the
+    reward, which did not judge the answer."""
     if not score.at_fault:
         try_succeeded(tx, "scoring")
         try_succeeded(tx, "answering")
@@ -166,7 +167,8 @@ def _waiting(held: EpisodeRecord, *, tries: int) -> EpisodeRecord:
 
 
 def _fail_job(tx: Transaction, verdict: Verdict, item: EpisodeVerdict) -> None:
-    """Set the reason to end the job. The trainer learns it at its next request. The first reason is kept."""
+    """Set the reason to end the job, unless there is one already. The trainer gets it with its next
+    request."""
     tx.count(f"job_failed:{kind_of(verdict)}")
     if not tx.meta.failed:
         tx.set_meta(

@@ -14,7 +14,8 @@ from areal_async.config.redis_url import RedisUrl, parse_redis_url
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """A URL and the places of its secrets. `str()` and `repr()` never show a secret."""
+    """A Redis URL, and the sources of its user name and password. `str()` and `repr()` never show a
+    secret."""
 
     url: RedisUrl
     login: RedisLoginSection = field(default_factory=RedisLoginSection)
@@ -22,7 +23,7 @@ class RedisAddress:
 
     @classmethod
     def parse(cls, url: str) -> RedisAddress:
-        """Return the address of a bare URL. Raises `StoreUnusable`."""
+        """Return the address for a URL without further settings. Raises `StoreUnusable`."""
         try:
             return cls(parse_redis_url(url))
         except ValueError as error:
@@ -88,8 +89,8 @@ class RedisAddress:
 
 
 Trouble = Literal["gone", "disk", "memory", "replica", "refused"]
-"""Reasons why Redis accepts no writes. It does not answer, cannot write to its disk, is at its memory limit,
-or is not the master. `refused` is any other reason."""
+"""Reasons why Redis accepts no writes: it does not answer (`gone`), cannot write to its disk, is at its
+memory limit, or is not the master (`replica`). `refused` is any other reason."""
 
 
 class StoreError(ArealError):
@@ -97,8 +98,8 @@ class StoreError(ArealError):
 
 
 class StoreUnavailable(StoreError):
-    """Redis does not answer, or refused a write. An unacknowledged write may or may not be stored. After a
-    rebuild of the index, the same message can be sent again."""
+    """Redis does not answer, or has refused a write. An unacknowledged write may or may not be stored. Once
+    the index is rebuilt, the client can send the same message again."""
 
     restart_helps = True
 
@@ -128,8 +129,8 @@ REFUSALS: tuple[tuple[str, Trouble, str], ...] = (
 
 
 def refusal(answer: str) -> StoreUnavailable:
-    """Return the exception for an error reply of Redis, from a command or a script. The exception says what
-    to do."""
+    """Return the exception for an error reply of Redis, from a command or a script. Its message says what to
+    do."""
     for code, trouble, fix in REFUSALS:
         if code in answer:
             said = answer[answer.index(code) :]  # without a script's traceback in front

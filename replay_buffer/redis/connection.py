@@ -1,8 +1,8 @@
 """One connection to Redis with many commands in flight.
 
-Promises: commands run and are answered in the order of `call`. When the connection ends, or an answer takes
-longer than `ANSWER_LIMIT_S`, every unanswered command fails with `StoreUnavailable`. No command is repeated.
-docs/decisions/buffer.md#one-redis-connection says why no client library is used.
+Promises: Redis executes and answers commands in the order of `call`. When the connection ends, or an answer
+takes longer than `ANSWER_LIMIT_S`, every unanswered command fails with `StoreUnavailable`. No command is
+repeated. docs/decisions/buffer.md#one-redis-connection says why no client library is used.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ class RedisConnection(asyncio.Protocol):
         self._end(f"Redis closed the connection{f': {error}' if error else ''}")
 
     def _send(self, pieces: list[bytes | memoryview]) -> None:
-        """Send pieces bit by bit, because the transport moves all unsent bytes at each step."""
+        """Send pieces a portion at a time. Otherwise the transport would copy all unsent bytes after each
+        partial send."""
         assert self._transport is not None
         for piece in pieces:
             for start in range(0, len(piece), PIECE_BYTES):
@@ -205,7 +206,8 @@ def table(answer: list[bytes]) -> dict[bytes, bytes]:
 
 
 def not_trusted(place: RedisAddress, error: BaseException) -> StoreUnusable:
-    """Return the error for a TLS server that is not the expected one, or that does not accept this client."""
+    """Return the error for a failed TLS handshake: the server is not the expected one, or does not accept
+    this client."""
     return StoreUnusable(
         f"no TLS connection to Redis at {place}: {in_words(error)}. Look at buffer.redis_tls: ca_file signs "
         "the server's certificate, which must be for this host; cert_file and key_file are the client's. A "

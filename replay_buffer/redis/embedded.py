@@ -6,8 +6,8 @@ Promises:
 - The server listens on no port and requires a password. No command line, variable or file contains the
   password.
 - It shuts down cleanly when its parent ends.
-- A second server never opens the same files, however the first server's parent died. The server itself holds
-  a lock.
+- A second server never opens the same files, even if the first server's parent was killed, because the server
+  process itself holds a lock.
 - Files and log are in `data_dir`, readable only by their owner."""
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ LOCK_LIMIT_S = 20.0  # Longest wait for the end of an earlier server
 START_LIMIT_S = 20.0  # Longest start, without the time to read the append-only file
 STOP_LIMIT_S = 3.0
 HANG_S = 40.0
-"""Seconds without an answer until the server is killed and restarted. The front has already waited 20 s for
-an answer before it checks."""
+"""Seconds without an answer after which the server is killed and restarted. The count begins with the first
+failed check, and the front has waited 20 s for an answer before that."""
 START_ROOM_BYTES = 1 << 20
-"""Least free disk space for a start. With appendfsync always, the server would end at the first failed write,
-again and again."""
+"""Least free disk space for a start. With `appendfsync always` and a full disk, the server would exit at its
+first write after every restart."""
 log = get_logger("buffer")
 NEVER_S = 10 * 365 * 24 * 3600
 
 
 class EmbeddedRedis:
-    """A redis-server started by the job. Call `start`, use `url`, then `stop`. After the server died, `start`
-    restarts it on the same files.
+    """A redis-server started by the job. Call `start`, use `url`, then `stop`. If the server has died,
+    `start` restarts it on the same files.
 
     `password` is the clients' password. If it is empty, a random one is used, which only `url` contains."""
 
@@ -81,10 +81,10 @@ class EmbeddedRedis:
     async def start(self) -> None:
         """Start the server unless it runs, and wait until it has read its files and answers.
 
-        If the log ends inside a transaction, it is repaired before the server appends to it. The server drops
-        only the incomplete command and leaves the transaction open. The next transaction would be appended to
-        it. The next start would then restore half of the lost transaction. Therefore the server is started a
-        second time. The log now ends between two commands, and the server drops the whole transaction."""
+        If the log ends inside a transaction, the server is started twice before it is used. The first start
+        cuts off only the incomplete command and leaves the transaction open. If the server appended its next
+        transaction there, a later start would restore half of the lost one. At the second start, the log ends
+        between two commands, so the server drops the whole open transaction."""
         if self.pid is not None and not await self._end_if_hung():
             return
         binary = find_redis_server()
@@ -139,7 +139,7 @@ class EmbeddedRedis:
         return self._log_bytes() < found_bytes
 
     def _log_bytes(self) -> int:
-        """Return the size of the append-only file. From Redis 7 on, the file has several parts."""
+        """Return the size of the append-only file, which consists of several parts from Redis 7 on."""
         parts = [*self.data_dir.glob("appendonly.aof"), *self.data_dir.glob("appendonlydir/*.aof")]
         return sum(part.stat().st_size for part in parts)
 
@@ -152,8 +152,8 @@ class EmbeddedRedis:
         self.socket_path.unlink(missing_ok=True)
 
     def _config(self) -> str:
-        """Return the configuration, which the server reads from standard input. Its command line would be
-        readable by everybody."""
+        """Return the configuration, which the server reads from standard input, because every user of the
+        host could read the password in a command line."""
         options = {
             "requirepass": self._password,
             "port": "0",
@@ -176,7 +176,7 @@ class EmbeddedRedis:
         return "\n".join(lines) + "\n"
 
     def _check_files(self, binary: Path) -> None:
-        """Raise if the server would not read its files, or if the disk is too full."""
+        """Raise an error if the server could not read its files, or if the disk is too full."""
         if (self.data_dir / "appendonlydir").is_dir():
             version = redis_server_version(binary) or "0"
             if int(version.split(".")[0]) < 7:
@@ -231,8 +231,8 @@ class EmbeddedRedis:
             await asyncio.sleep(0.01)
 
     def _how_to_mend(self, binary: Path) -> str:
-        """Return the command that cuts a damaged log at the damage, as text to append to an error. The server
-        acts as the checker of its log when it is started under that name."""
+        """Return text for an error message, with the command that cuts a damaged log at the damage. The
+        server binary checks its log when it is started under the name `redis-check-aof`."""
         manifest = self.data_dir / "appendonlydir" / "appendonly.aof.manifest"
         path = manifest if manifest.exists() else self.data_dir / "appendonly.aof"
         command = f"exec -a redis-check-aof {shlex.quote(str(binary))} --fix {shlex.quote(str(path))}"

@@ -1,13 +1,14 @@
 """Storage of large episodes outside the hash of their group (docs/decisions/0006).
 
 The hash `…:large` has the place of each large episode. The script call that writes the ledger also writes
-this hash. So an acknowledged episode has both, and otherwise neither exists. Partial writes of a crash are
-removed when the store is opened. Keys are added to the set `…:staged` before they are written, and the write
-that refers to them removes them from the set. Files that no record refers to are removed too.
+this hash. So either both the record of an episode and its place exist, or neither does. Partial writes of a
+crash are removed when the store is opened. Keys are added to the set `…:staged` before they are written, and
+the ledger write that refers to them removes them from the set. So keys in the set are leftovers of a crash.
+Files that no record refers to are removed too.
 
-A file is complete before its name is published. It is also flushed to disk, except with tier `memory`. Freed
-episodes stay for `GRACE_S`. With `everysec`, a Redis that lost its last second may refer to them again. A
-name is never used twice.
+A file is complete before its name is published. It is also flushed to disk, except with tier `memory`. Files
+of freed episodes stay for `GRACE_S`, because with tier `everysec` a Redis that has lost its last second may
+refer to them again. A name is never used twice.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from replay_buffer.routes import PREFIX as ROUTES_PREFIX
 from replay_buffer.routes import LateRemoval
 
 KEY_BYTES = 32 << 10
-"""Size from which Redis reads an argument directly into the buffer that it stores as the value."""
+"""Size from which Redis reads an argument directly into the buffer that it keeps as the value, without a
+copy."""
 CHUNK_BYTES = 1 << 20
 FILE_BYTES = 1 << 20
 EPISODES = "episodes"  # Folder of the files, beside the files of the job's own Redis
@@ -128,7 +130,8 @@ class Large:
         return gone
 
     def _unused(self, names: list[str], groups: Mapping[str, object]) -> list[str]:
-        """Return the files that have no episode left. A file has episodes of one group only."""
+        """Return those of the files `names` that contain no more episodes. A file has episodes of one group
+        only."""
         used = {ref.name for group_id in groups for ref in self._refs.get(group_id, {}).values()}
         return [name for name in dict.fromkeys(names) if name not in used]
 

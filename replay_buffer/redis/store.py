@@ -38,8 +38,9 @@ _decode_batch = msgspec.msgpack.Decoder(BatchPlan).decode
 
 @dataclass(frozen=True)
 class Opened:
-    """A ledger that was taken over. `idle_ms` is the time since its last write, if this store had it before.
-    `lost_writes` counts writes that were confirmed to this store or an earlier front and are now missing."""
+    """A ledger that was just taken over. `idle_ms` is the time since its last write if this store had the
+    ledger before. `lost_writes` counts writes that were confirmed to this store or an earlier front and are
+    now missing."""
 
     records: LedgerRecords
     revision: int
@@ -50,8 +51,8 @@ class Opened:
 
 
 class Store:
-    """One job in the Redis at an address. `max_bytes` limits its episodes, 0 if unknown. `confirmed` is the
-    last revision that an earlier front saw confirmed."""
+    """The data of one job in the Redis at an address. `max_bytes` is the limit for its episodes, or 0 if
+    unknown. `confirmed` is the last revision that an earlier front saw confirmed."""
 
     def __init__(
         self,
@@ -82,8 +83,8 @@ class Store:
         self._writer: LedgerWriter | None = None
         self._confirmed = confirmed
         self._owner = secrets.token_hex(8)
-        """Id in Redis of the front that has the ledger. Epochs alone cannot tell a front from its
-        successor."""
+        """Id of this front in Redis, where it marks the owner of the ledger. Epochs alone cannot distinguish
+        a front from its successor."""
         self._sha = ""
 
     @property
@@ -130,7 +131,7 @@ class Store:
     def submit(
         self, revision: int, writes: WriteSet, attachments: Sequence[Bytes | BlobRef]
     ) -> asyncio.Future[None]:
-        """Write in order. The future is done when Redis has confirmed."""
+        """Submit a write after all earlier ones. The future is done when Redis has confirmed the write."""
         if self._writer is None:
             raise StoreUnavailable("the store is not open", "gone")
         parcel = self._large.prepare(writes, attachments)
@@ -144,8 +145,8 @@ class Store:
         return written
 
     async def blobs(self, wanted: Sequence[EpisodeKey]) -> list[Bytes | None]:
-        """Return the codec blobs of (group id, sample), in order. The entry of an episode that is not stored
-        is None."""
+        """Return the encoded episodes of (group id, sample), in order. The entry of an episode that is not
+        stored is None."""
         reads = self._connected
         refs = {place: ref for place in wanted if (ref := self._large.ref(*place)) is not None}
         small: dict[str, list[int]] = {}
@@ -184,7 +185,7 @@ class Store:
         return int(memory["used_memory"])
 
     async def close(self) -> None:
-        """Write the queue, and disconnect."""
+        """Write everything in the queue, then disconnect."""
         await self._let_go()
         if self._files is not None:
             self._files.close()
@@ -238,8 +239,8 @@ class Store:
     async def _settle(self) -> None:
         """Connect to the server, and check that it may be used.
 
-        An unusable server is a final error if this store was never open. If it was open before, the server
-        has been changed since. The store then waits until somebody corrects it."""
+        If this store was never open, an unusable server is a final error. If the store was open before, the
+        server has been changed since, so the store waits until somebody corrects it."""
         try:
             self._connection = await RedisConnection.open(self.address)
             await check_keys(self._connection, self.address, self._keys)
@@ -252,12 +253,12 @@ class Store:
     # --- taking over ---
 
     async def _take(self) -> int:
-        """Increase the epoch, whoever had it. This fences every write under an older epoch, also unconfirmed
-        writes of this front. Return the revision found.
+        """Increase the epoch, whichever front had the ledger. Redis then refuses every write under an older
+        epoch, also unconfirmed writes of this front. Return the revision found.
 
-        A front that had the job takes it back only if no other front came in between. Its own attempt whose
-        answer was lost does not count as another front. An older epoch does not count either, because it
-        means that Redis has lost the opening of this front."""
+        A front that had the job takes it back only if no other front took it since. An own attempt whose
+        answer was lost does not count as another front. An epoch older than this front's does not count
+        either, because it means that Redis has lost the data from the time when this front took over."""
         ask = self._connected.ask
         sha = await ask("SCRIPT", "LOAD", TAKE_SCRIPT)
         front, owner, state = await ask("HMGET", self._keys.meta, "front", "owner", "state")
@@ -302,10 +303,11 @@ def _joined(chunks: list[bytes | None]) -> bytes | None:
 async def read_ledger(
     redis: RedisConnection, keys: Keys, url: str, *, transaction: bool
 ) -> tuple[dict[bytes, bytes], LedgerRecords]:
-    """Return the meta hash and all records. With `transaction`, they are from one moment. Changes nothing.
+    """Return the meta hash and all records, without changing anything. With `transaction`, all are read at
+    one moment.
 
-    Raises `StoreUnusable` if there is no ledger or it has another schema, and `StoreUnavailable` if nobody
-    answers."""
+    Raises `StoreUnusable` if there is no ledger or it has another schema, and `StoreUnavailable` if Redis
+    does not answer."""
     looks = [("HGETALL", key) for key in (keys.meta, keys.groups, keys.leases, keys.claims, keys.batches)]
     commands = [("MULTI",), *looks, ("EXEC",)] if transaction else looks
     answers = [checked(one) for one in await asyncio.gather(*[redis.call(*command) for command in commands])]
@@ -403,7 +405,8 @@ async def _setting(redis: RedisConnection, name: str) -> str | None:
 
 
 async def check_keys(redis: RedisConnection, place: RedisAddress, keys: Keys) -> None:
-    """Raise `StoreUnusable` if this server, or this user, cannot have the keys of the job."""
+    """Raise `StoreUnusable` if this server cannot hold the keys of the job, or this user may not access
+    them."""
     answer = await redis.call("HEXISTS", keys.meta, "front")
     if not isinstance(answer, hiredis.ReplyError):
         return

@@ -4,8 +4,8 @@ Promises: writes reach Redis in the order of `submit`, each completely or not at
 writes in flight share an fsync. After the first write that is not confirmed, no later write is confirmed. All
 of them fail with the same error, and `on_failure` is called immediately, once.
 
-A write carries the revision at which it was decided. So Redis refuses a write that was based on a failed
-write.
+A write contains the revision of the ledger at which it was decided. So Redis refuses a write that was based
+on a failed one.
 
     areal:{job}:meta       hash: schema, front, owner, revision, alive_ms, wall_ms, state (a `LedgerMeta`)
     areal:{job}:groups     hash: group id → `GroupRecord`
@@ -17,8 +17,8 @@ write.
     areal:{job}:b:<n>      string: a chunk of a large episode
     areal:{job}:staged     set: written chunks that no record refers to yet
 
-The job's name is the hash tag of every key. So a job is on one shard of a Redis Cluster, and several jobs may
-be on several shards.
+The job's name is the hash tag of every key. So in a Redis Cluster, all keys of a job are on one shard, while
+different jobs may be on different shards.
 """
 
 from __future__ import annotations
@@ -143,9 +143,9 @@ def check_answer(answer: Any) -> None:
 
 
 class LedgerClock:
-    """Clock of a job's ledger, in milliseconds. It runs while a front has the ledger, by the front's
-    monotonic clock, and stands still in between. So the time left until a deadline does not shrink between
-    two fronts.
+    """Clock of a job's ledger, in milliseconds. While a front has the ledger, it follows the front's
+    monotonic clock. Between two fronts, it stands still. So the time left until a deadline does not shrink
+    between two fronts.
 
     Changes of the system clock do not affect it. The system clock only sets the first time of a new ledger.
     """
@@ -158,8 +158,8 @@ class LedgerClock:
         self._offset_ms: float | None = None
 
     def begin(self, alive_ms: int | None) -> int:
-        """Continue from `alive_ms`, the time of the ledger's last write, or None for a new ledger. A clock
-        that runs already keeps its time. Return how far it is ahead of `alive_ms`."""
+        """Continue from `alive_ms`, the time of the ledger's last write (None for a new ledger). A clock that
+        is already running keeps its time. Return how far it is ahead of `alive_ms`."""
         if self._offset_ms is None:
             began_ms = self._wall() * 1000 if alive_ms is None else alive_ms
             self._offset_ms = began_ms - self._monotonic() * 1000
@@ -260,9 +260,9 @@ class Commands:
     def add_writes(
         self, writes: WriteSet, attachments: Sequence[Any], elsewhere: Container[tuple[str, int]]
     ) -> None:
-        """Add a write set. Blobs come from the message's attachments, except the (group id, sample) stored
-        `elsewhere`. Commands that free memory come first, so that a Redis at its limit accepts the whole
-        script."""
+        """Add a write set. Blobs come from the message's attachments, except those of the (group id, sample)
+        in `elsewhere`, which are stored outside the group's hash. Commands that free memory come first, so
+        that a Redis at its limit accepts the whole script."""
         for group_id, samples in writes.freed.items():
             if samples is None:
                 self.add("UNLINK", self._keys.blobs(group_id))

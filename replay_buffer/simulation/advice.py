@@ -14,14 +14,15 @@ from replay_buffer.simulation.world import Prediction, Shape, predicted
 FASTER = 1.25  # Speed-up of each part, to measure the job's gain
 SEEDS = (0, 1, 2)
 NOISE = 0.02
-"""Relative gains in steps per second below this do not count, even if the seeds agree."""
+"""Relative gains in steps per second below this are treated as noise, even if all seeds agree."""
 ETAS = (0, 1, 2, 4, 8)
 SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)  # Shares of the GPUs for generation, to be tried
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant of a job, over all seeds. `change` is the difference: a part, or overrides."""
+    """One variant of a job, simulated with all seeds. `change` is its difference from the job: the name of a
+    faster part, or overrides of settings."""
 
     change: str
     steps_per_s: float
@@ -33,7 +34,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Advice:
-    """Findings. Alternatives are sorted, fastest first."""
+    """Results of the search. Alternatives are sorted, fastest first."""
 
     now: Variant
     parts: list[Variant]
@@ -54,8 +55,8 @@ class Advice:
 
     @property
     def better(self) -> list[Variant]:
-        """Return the better alternatives. They are faster by more than the noise. Otherwise they are as fast
-        as the job's, and the staleness is lower by at least a tenth of a step."""
+        """Return the better alternatives. An alternative is better if it is faster by more than the noise, or
+        if it is as fast as the job and its staleness is lower by at least a tenth of a step."""
         fresher = self.now.prediction.staleness_mean - 0.1
         return [
             each
@@ -66,8 +67,8 @@ class Advice:
 
 
 def advise(rules: Rules, shape: Shape, costs: Costs, *, steps: int, off: float = 0.0) -> Advice:
-    """Simulate the job, its parts and its alternatives. `off` is the relative error of the simulation against
-    the real job. Smaller differences are ignored."""
+    """Simulate the job, the job with each part faster, and its alternatives. `off` is the relative error of
+    the simulation for the real job. Differences smaller than `off` are ignored."""
 
     def outcome(
         change: str, rules: Rules, shape: Shape, costs: Costs, seeds: tuple[int, ...] = SEEDS
@@ -146,7 +147,8 @@ def variants(rules: Rules, shape: Shape, costs: Costs) -> Iterator[tuple[str, Ru
 
 
 def _splits(rules: Rules, shape: Shape) -> Iterator[tuple[str, Rules, Shape]]:
-    """Yield other divisions of the same GPUs, with one GPU for each rank and each engine."""
+    """Yield other divisions of the same GPUs between trainer and engines, with one GPU for each rank and each
+    engine."""
     gpus = shape.ranks + shape.workers * shape.replicas
     seen = {shape.workers}
     for share in SHARES:

@@ -11,8 +11,9 @@ Event = Callable[[], object]
 
 
 class Clock:
-    """Queue of future events, in order. `cores` pieces of work can run at full speed at once. More pieces
-    slow each other down evenly, as under an operating system's scheduler. Times are milliseconds."""
+    """A simulated clock: a queue of future events, in order. Up to `cores` pieces of work can run at full
+    speed at once. More pieces slow each other down evenly, as under an operating system's scheduler. Times
+    are milliseconds."""
 
     def __init__(self, cores: float = math.inf, start_ms: float = 0.0) -> None:
         self.now_ms = start_ms
@@ -30,7 +31,7 @@ class Clock:
 
     @property
     def work_ms(self) -> float:
-        """Work that a piece running from the start without a break would have done by now."""
+        """Work that a piece would have done by now if it had run since time 0 without a break."""
         return self._at_work_ms + (self.now_ms - self._at_ms) * self._rate
 
     def after(self, delay_ms: float, event: Event) -> None:

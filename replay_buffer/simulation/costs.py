@@ -12,7 +12,7 @@ from areal_async.config.base import Section
 
 
 class Spread(Section):
-    """A varying quantity: constant, lognormal with `sigma`, or measured `quantiles`."""
+    """Distribution of a quantity: constant, lognormal with `sigma`, or given by measured `quantiles`."""
 
     mean: float | None = Field(default=None, ge=0)
     """Mean, before values are limited to `most`."""
@@ -22,8 +22,8 @@ class Spread(Section):
     """Largest value: larger values are reduced to it, as `rollout.sampling.max_new_tokens` truncates an
     answer."""
     quantiles: tuple[float, ...] = ()
-    """Values at equally spaced shares from the smallest to the largest, instead of a mean. Values between
-    them are interpolated."""
+    """Quantiles at equally spaced shares, from the smallest to the largest value, instead of a mean. Values
+    between them are interpolated."""
 
     @model_validator(mode="after")
     def _is_given_once(self) -> Spread:
@@ -77,7 +77,8 @@ class EngineCosts(Section):
     """Seconds of the worker's own work per episode, one episode after the other: rendering, packing,
     sending."""
     recompute: bool = True
-    """Whether requests in flight are computed again after an exchange of weights (rollout.update_mode)."""
+    """Whether the KV cache of requests in flight is computed again after an exchange of weights
+    (`rollout.update_mode`)."""
 
     @model_validator(mode="after")
     def _takes_time(self) -> EngineCosts:
@@ -93,7 +94,8 @@ class RewardCosts(Section):
     """Share of the groups that are dropped because of their verdicts, including drops by
     `dynamic_filtering`."""
     computes: bool = True
-    """Whether scoring uses a core (`cores`), like a function, or waits for another machine."""
+    """Whether scoring uses a core of this machine (`cores`), as a reward function does. If not, it waits for
+    another machine."""
 
 
 class TrainerCosts(Section):
@@ -116,14 +118,14 @@ class PublicationCosts(Section):
     publication_s: float = Field(default=0.0, ge=0)
     """Further seconds of a publication, while the next step is trained."""
     fetch_s: float = Field(default=0.0, ge=0)
-    """Seconds from then until a worker has the weights and begins the exchange."""
+    """Seconds from the end of a publication until a worker has the weights and begins the exchange."""
     pause_s: float = Field(default=0.0, ge=0)
     """Seconds for which the exchange pauses an engine."""
 
 
 class MachineCosts(Section):
-    """Cores that the services of a job share on one machine. Without this section, parts never slow each
-    other down."""
+    """Cores that the services of a job share on one machine. Without `cores`, parts never slow each other
+    down."""
 
     cores: float | None = Field(default=None, gt=0)
     """Cores of the machine."""

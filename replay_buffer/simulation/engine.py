@@ -28,12 +28,12 @@ class SimulatedEngine:
     """Engine that samples for up to `slots` requests at once, one token each per pass. Other requests wait.
 
     A pass with n requests takes `pass_s + n · request_s`. In this time, every request advances by one token.
-    `_moved` counts the tokens of a request that runs from the start. Between two changes of n it grows
-    evenly, and it stands still while the engine does other work.
+    `_moved` is the number of tokens that a request running since time 0 would have. Between two changes of n
+    it grows evenly, and it stands still while the engine does other work.
 
-    Prompts are computed in separate passes. One pass takes all prompts that arrived during the last pass, and
-    gives each request its first token. If prompts have no costs of their own, that token costs the same as
-    any other."""
+    Prompts are computed in separate passes. One such pass takes all prompts that arrived during the pass
+    before, and gives each request its first token. If `costs` has no costs of prompts, the first token costs
+    the same as any other."""
 
     def __init__(self, clock: Clock, costs: EngineCosts, slots: int) -> None:
         self._clock = clock
@@ -77,7 +77,7 @@ class SimulatedEngine:
         self._go_on()
 
     def exchange(self, pause_s: float) -> None:
-        """Load other weights. Running requests continue under them."""
+        """Load other weights. Running requests continue with the new weights."""
         if self._running:
             self._move()
             contexts = self._contexts + len(self._running) * self._moved

@@ -4,9 +4,9 @@ Every decision of `replay_buffer.ledger` is real (leases, admission, pacing, sta
 is applied to a real index. The events that wake waiting clients are real too. `SimulatedWorld` provides all
 durations.
 
-A group is stored and scored as a whole, when its last episode is done. Only the rules for partial groups
-would see a difference. So a group of sixteen costs the same as a group of one. No process dies, and no lease
-expires.
+The simulated ledger has one episode per group, which is stored and scored when the last real episode would be
+done. So a group of sixteen costs the simulation as much as a group of one, and only the rules for partial
+groups would act differently. No process dies, and no lease expires.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ class SimulatedJob:
         self._checkpoint_every = checkpoint_every
         self._edges: set[Edge] = set()
         self._leases: dict[str, tuple[LeasedGroup, int, int]] = {}
-        """Groups being generated: lease, worker, and the version of the first sampled unit."""
+        """Groups being generated, each with its lease, its worker, and the version of its first sampled
+        unit."""
         self._claims: dict[str, EpisodeVerdict] = {}
         self._refused = [False] * world.workers
         """Workers that got fewer groups than requested. They ask again when a place becomes free."""
@@ -246,8 +247,8 @@ class SimulatedJob:
     # --- workers ---
 
     def _lease_all(self) -> None:
-        """Lease for all workers, those with the most room first. If a worker is refused, all other workers
-        with the same or older weights would be refused too."""
+        """Request leases for all workers, those with the most room first. Once a worker is refused, skip
+        workers with the same or older weights, because they would be refused too."""
         self._refused = [False] * len(self.serving)
         rooms = [self._world.room(worker, self.v_train) for worker in range(len(self.serving))]
         for worker in sorted(range(len(rooms)), key=lambda w: -rooms[w]):
@@ -287,7 +288,8 @@ class SimulatedJob:
             self._world.score(group_id)
 
     def scored(self, group_id: str, *, kept: bool = True) -> None:
-        """Handle the group's last verdict. Unless `kept`, the verdicts drop the group."""
+        """Handle the group's last verdict. If `kept` is false, the group is dropped because of its
+        verdicts."""
         verdict = self._claims.pop(group_id)
         if not kept:
             verdict = EpisodeVerdict(verdict.episode_id, verdict.claim_id, Abstain())

@@ -1,8 +1,8 @@
 """Costs of the parts of earlier runs, from their records of kind `step` and `load` (docs/metrics.md).
 
 Services that share a machine's cores slow each other down, so the duration of a step includes waits for a
-core. If trainer and engines compute on CPUs, costs are therefore CPU time, and the simulation distributes the
-cores itself. On GPUs, costs are elapsed time.
+core. Therefore, if trainer and engines compute on CPUs, costs are measured in CPU time, and the simulation
+itself distributes the cores. On GPUs, costs are measured in elapsed time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Window:
-    """Use of time by a run between its first and last `load` records."""
+    """Figures of a run between its first and last `load` records."""
 
     job: JobConfig
     steps: Sequence[Record]  # The step records between them
@@ -97,8 +97,8 @@ class Window:
 
 
 def measured(runs: Sequence[Run]) -> Costs:
-    """Return the measured costs of runs with the same parts, possibly with different settings. The more their
-    batch sizes differ, the better is the estimate of a step's constant cost. Raises `RunFolderError`."""
+    """Return the costs measured in runs with the same parts, possibly with different settings. The more their
+    batch sizes differ, the better the estimate of a step's constant cost. Raises `RunFolderError`."""
     windows = [Window.of(run) for run in runs]
     newest = windows[-1]
     shared = newest.job.trainer.device == "cpu" and newest.job.rollout.device == "cpu"
@@ -159,9 +159,9 @@ def measured(runs: Sequence[Run]) -> Costs:
 
 
 def _engine(windows: Sequence[Window]) -> tuple[float, float, float, float, float]:
-    """Return the seconds of a pass, of each request in it, of a pass over prompts, of a prompt's token, and
-    of all passes together. The last is 0 if the engine does not measure passes. A token then costs the same
-    as at the load of the runs."""
+    """Return five figures in seconds: for a pass, for each request in it, for a pass over prompts, for a
+    prompt's token, and for all passes together. The last is 0 if the engine does not measure passes. Then the
+    cost of a token is only right for engines as loaded as those of the runs."""
     told = [sums for window in windows if (sums := window.sums("rollout", "passes"))]
     if not told:
         tokens = sum(window.used("rollout", "tokens") for window in windows)

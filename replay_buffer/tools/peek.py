@@ -28,7 +28,7 @@ TEXTS = ("prompt", "response", "ground truth")
 
 
 class NotFound(ArealError):
-    """A name that does not exist in the run."""
+    """The requested group, episode or state does not exist."""
 
 
 def main(request: PeekRequest) -> None:
@@ -36,7 +36,8 @@ def main(request: PeekRequest) -> None:
 
 
 async def found_by(request: PeekRequest) -> tuple[dict[str, Any], RenderableType]:
-    """Return the requested data, as JSON and as a page. Raises `NotFound` if the buffer has no such name."""
+    """Return the requested data, as JSON and as a page of text. Raises `NotFound` if the buffer has no group
+    or episode of that name."""
     state = state_of(request.state)
     async with open_reader(find_run(request.run)) as reader:
         look = await reader.look()

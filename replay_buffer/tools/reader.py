@@ -1,9 +1,8 @@
 """Read-only access to a job's ledger and episodes.
 
 Promises: nothing is changed. For a live run, its Redis is read without a new front epoch. For an ended run, a
-copy of its files is read in a temporary Redis.
-The ledger is read as of one moment. Episodes are read later, so episodes are missing if their group has left
-the buffer since then.
+copy of its files is read in a temporary Redis. The ledger is read as of one moment and the episodes after it,
+so the episodes of a group that leaves the buffer in between are missing.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from replay_buffer.redis.writer import Keys
 
 @dataclass(frozen=True)
 class Look:
-    """A ledger as of `now_ms` of its own clock. For an ended run, this is the time of its last write.
-    `written_ms` is the time of that write on the clock of Redis."""
+    """A ledger as of the time `now_ms` of its own clock, which for an ended run is the time of its last
+    write."""
 
     index: Index
     now_ms: int
     written_ms: int
-    """Unix time of the last write."""
+    """Unix time of the last write, by the clock of Redis."""
     redis_bytes: int
 
 
@@ -125,8 +124,8 @@ async def open_reader(run: Run) -> AsyncIterator[LedgerReader]:
 
 @contextlib.asynccontextmanager
 async def _copied_redis(run: Run) -> AsyncIterator[str]:
-    """Yield the address of a Redis on a copy of the run's files. Opening the originals could change them,
-    because Redis cuts off an incomplete end."""
+    """Yield the address of a temporary Redis on a copy of the run's files. The originals are not opened,
+    because Redis would cut off an incomplete end."""
     source = run.folder / "buffer"
     if not any(source.glob("appendonly*")) and not (source / "dump.rdb").exists():
         raise RunFolderError(f"{run.folder} holds nothing of a buffer (any more).")

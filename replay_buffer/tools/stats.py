@@ -1,6 +1,6 @@
 """`areal-async buffer stats`: the figures of a buffer, now or at the end of its run.
 
-A running buffer is asked over its protocol. For an ended run, the ledger is read.
+The figures come from the buffer itself if it is running, and otherwise from the ledger of the ended run.
 """
 
 from __future__ import annotations

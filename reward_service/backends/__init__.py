@@ -29,9 +29,10 @@ PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth|data_source|ability|e
 S = TypeVar("S", bound=Section)
 Call = RewardInput | list[RewardInput]
 OnVerdicts = Callable[[int, list[Verdict], float], None]
-"""Called with the call's index among the submitted calls, its verdicts and its milliseconds.
+"""Function that is called with the index of a call among the submitted calls, its verdicts, and its duration
+in milliseconds.
 
-There is one verdict for each episode of the call.
+A call has one verdict for each of its episodes.
 """
 
 
@@ -40,10 +41,11 @@ def inputs_of(call: Call) -> list[RewardInput]:
 
 
 class ScoringBackend(Protocol):
-    """A scorer of the calls of one reward (the pool has several). All methods belong to one event loop.
+    """A scorer of the calls of one reward (only the pool scores several rewards). All methods belong to one
+    event loop.
 
-    Promises: every submitted call gets its verdicts exactly once, within its reward's `timeout_s` (plus a
-    second) of its beginning. Calls beyond `capacity` wait for their turn.
+    Promises: every submitted call gets its verdicts exactly once, at most its reward's `timeout_s` plus one
+    second after it begins. Calls beyond `capacity` wait for their turn.
     """
 
     broken: asyncio.Future[RewardLoadError]
@@ -80,12 +82,12 @@ class BackendReward:
     implementation: ClassVar[str]
     """`module:Class` of the `ScoringBackend`. It is created with `(spec, section)`."""
     worker_class: ClassVar[str] = ""
-    """`module:Class` of the object in a pool's worker, if the backend is a pool. See `LoadReward`."""
+    """`module:Class` of the object that scores in a worker process, if the backend is a pool. See
+    `LoadReward`."""
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
-        """Return the seconds that a call may take beyond its deadline and its turn while its scorer is
-        unavailable."""
+        """Return the seconds that a call may additionally take because its scorer is unavailable."""
         return 0.0
 
     @classmethod
@@ -115,8 +117,8 @@ def arguments_of(spec: RewardSpec, kind: type[S]) -> S:
 def check_url(url: str, instead: str) -> str:
     """Return `url` without a slash at its end.
 
-    Raises `ValueError` with the right form of an address, and with `instead` as the replacement of a password
-    in it.
+    Raises `ValueError` with the right form of an address. For an address with a password, the error names
+    `instead` as the field to use.
     """
     refuse_password(url, instead)
     try:
@@ -145,7 +147,8 @@ class MissingText(ValueError):
 def fill(template: str, given: RewardInput) -> str:
     """Return `template` with its placeholders replaced, in one pass.
 
-    Text in a response is never treated as a placeholder, and other braces stay. Raises `MissingText`.
+    Text that is filled in is never treated as a placeholder, and other braces stay unchanged. Raises
+    `MissingText`.
     """
 
     def text(match: re.Match[str]) -> str:

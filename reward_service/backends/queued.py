@@ -1,4 +1,5 @@
-"""The base of backends that ask servers: a queue of calls, and tasks that score them one after another.
+"""The base of backends that ask servers: a queue of calls, and asyncio tasks that each score one call after
+another.
 
 Promises: every submitted call gets its verdicts exactly once, also when the backend closes. At most
 `MAX_QUEUED` calls wait.
@@ -33,7 +34,8 @@ class QueuedBackend:
         self._closed = False
 
     async def verdicts_of(self, call: Call, queued_s: float) -> tuple[list[Verdict], float]:
-        """Return the verdicts of a call that was queued at `queued_s`, and the seconds that it took."""
+        """Return the verdicts of a call that was queued at the time `queued_s`, and the seconds that scoring
+        took."""
         raise NotImplementedError
 
     def begin(self, most: int) -> None:
@@ -41,7 +43,7 @@ class QueuedBackend:
         self._tasks = [asyncio.create_task(self._run(), name=self._name) for _ in range(most)]
 
     async def end(self) -> None:
-        """Stop scoring. Every remaining call gets its verdict. A repeated call is harmless."""
+        """Stop scoring, and give every remaining call its verdict. It is harmless to call this again."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -57,7 +59,8 @@ class QueuedBackend:
                 self._refuse_waiting()
 
     def _refuse_waiting(self) -> None:
-        """Give all waiting calls their verdict. A submitter that waited for room calls this too."""
+        """Give all waiting calls their verdict. A `submit` that was still waiting for room in the queue calls
+        this too."""
         while not self._waiting.empty():
             index, call, on_verdicts, _ = self._waiting.get_nowait()
             on_verdicts(index, self._refused(call), 0.0)

@@ -1,9 +1,9 @@
 """Servers that score: the HTTP client and the retry policy of reward servers and judges.
 
-The policy is pure, and the caller supplies clock and random numbers. A server with more consecutive failures
-than tolerated rests. Rests grow longer and have random lengths, so that many clients do not return together.
-After its rest the server gets one request, and further requests only after an answer. If a server names a
-wait (Retry-After), it rests for that time.
+The retry policy is pure: the caller supplies clock and random numbers. A server with too many consecutive
+failures rests, which means that it gets no requests for some time. Rests grow longer and have random lengths,
+so that many clients do not return at once. After its rest the server gets one request, and further requests
+only after an answer. If a server names a wait (`Retry-After`), it rests for that time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ LONGEST_TOLD_REST_S = 120.0  # limit of a wait that a server asks for
 class NoAnswer(Exception):
     """A request without an answer.
 
-    `kind` is `gone` (not reachable, or lost during the request), `late` (no answer in time over an intact
-    connection) or `broken` (the answer is too long).
+    `kind` is `gone` (the server is not reachable, or was lost during the request), `late` (the connection is
+    intact, but no answer came in time) or `broken` (the answer is too long).
     """
 
     def __init__(self, kind: Literal["gone", "late", "broken"], message: str) -> None:
@@ -47,11 +47,11 @@ class ClientLimits(NamedTuple):
     """Limits of an `HttpClient`."""
 
     most_bytes: int
-    """Size of an answer."""
+    """Largest size of an answer."""
     connect_s: float
     keepalive_s: float
-    """Time after which this side closes an idle connection. The server closes it too, and a request on a
-    connection that is just being closed fails."""
+    """Time after which this side closes an idle connection. It should be shorter than the server's time,
+    because a request fails on a connection that the server is just closing."""
 
 
 class HttpClient:
@@ -130,10 +130,11 @@ class ServerState:
     answered_s: float = float("-inf")
     resting_until_s: float = float("-inf")
     told_until_s: float = float("-inf")
-    """End of the wait that the server asked for. A success of another request does not shorten it."""
+    """End of the wait that the server asked for. An answer to another request does not shorten the wait."""
 
     def rests_s(self, now_s: float) -> float:
-        """Return the remaining seconds of its rest. At most 0 means that it may get requests."""
+        """Return the remaining seconds of the server's rest. If the result is not above 0, the server may get
+        requests."""
         return max(self.resting_until_s, self.told_until_s) - now_s
 
     def takes(self, now_s: float) -> bool:
@@ -144,16 +145,16 @@ class ServerState:
         self.in_flight += 1
 
     def answered(self, now_s: float) -> None:
-        """Note a normal answer, or a refusal that concerns only its request."""
+        """Record a normal answer, or a refusal that concerns only its request."""
         self.in_flight -= 1
         self.answered_s = now_s
         self.failures = 0
         self.resting_until_s = float("-inf")
 
     def failed(self, began_s: float, now_s: float, told_s: float | None = None) -> bool:
-        """Note the failure of a request that began at `began_s`. Return whether the server begins to rest.
+        """Record the failure of a request that began at `began_s`. Return whether the server begins to rest.
 
-        `told_s` is the wait that the server asked for.
+        `told_s` is the wait in seconds that the server asked for.
         """
         self.in_flight -= 1
         if told_s is not None:
@@ -168,7 +169,7 @@ class ServerState:
         return True
 
     def abandoned(self, began_s: float, now_s: float) -> None:
-        """Note that a request was given up without an answer.
+        """Record that a request was given up without an answer.
 
         It counts as a failure, unless the server has answered other requests since `began_s`.
         """

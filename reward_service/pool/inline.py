@@ -1,9 +1,9 @@
 """Rewards in this process, for an inline run.
 
-Promises: calls run one at a time, on one thread of the process, for all submitters. A debugger therefore has
-one prompt, and a reward need not be reentrant. A reward gets the same inputs as in a pool's worker. Its
-errors are raised by `submit`. A call past its deadline is logged and continues, and its result counts. A
-function of this process cannot be ended, so a reward that hangs blocks the run.
+Promises: all calls in the process run one at a time, on one thread. So a debugger has only one prompt, and a
+reward need not be reentrant. A reward gets the same inputs as in a pool's worker, and `submit` raises its
+errors. A call that passes its deadline is logged but continues, and its result counts, because a function of
+this process cannot be ended. A reward that hangs therefore blocks the run.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class InlinePool:
 
 
 _loaded: dict[str, LoadedReward] = {}
-"""Rewards of the run, by key. Its reward service and its evaluator share a module.
+"""Rewards of the run, by key. They are global, so that the run's reward service and its evaluator share the
+module of a user's file.
 
 The first pool that closes forgets them, so that the next run in this process loads a file again.
 """
@@ -113,7 +114,7 @@ async def _on_the_thread(work: Callable[[], T]) -> T:
 @functools.cache
 def _waiting() -> queue.SimpleQueue[Work]:
     """Return the queue of the thread, and start the thread at first use. Each pool has at most one call in
-    it."""
+    the queue."""
     waiting: queue.SimpleQueue[Work] = queue.SimpleQueue()
 
     def run() -> None:

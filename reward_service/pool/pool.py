@@ -1,15 +1,16 @@
 """A warm pool of scoring processes, for one reward or many.
 
 Promises:
-- Every submitted call gets its verdicts exactly once, in bounded time after a worker is free for it.
-- If a call passes its reward's deadline, its worker's process group is killed. Only that call is a `Timeout`.
-- A worker's death is a `Failure` of its running call.
+- Every submitted call gets its verdicts exactly once, within a bounded time after a worker begins it.
+- If a call passes its reward's deadline, its worker's process group is killed. Only that call gets the
+  verdict `Timeout`.
+- If a worker dies, its running call gets the verdict `Failure`.
 - Closing the pool leaves no process of its workers' groups.
 - Rewards share the workers' time in equal parts. At most `MAX_QUEUED` calls wait.
 
-The pool does not isolate rewards, because they are the job's own code. A child in a session of its own
-escapes the kill, and malicious code can forge its worker's messages. A call may run twice if another call of
-the same invocation made it fail. One verdict counts.
+The pool does not isolate rewards, because they are the job's own code: a child process in a session of its
+own escapes the kill, and malicious code can forge its worker's messages. If one call of a joint invocation
+makes the invocation fail, the other calls run again. Only one verdict counts.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ CLOSE_LIMIT_S = 2.0
 class WorkerPool:
     """A pool: `async with WorkerPool([spec], workers=2) as pool: await pool.submit([given], on_verdicts)`.
 
-    Entering starts every worker and raises `RewardLoadError` if a reward cannot be loaded. If a reward can no
-    longer be loaded later, the pool breaks. All methods belong to one event loop.
+    `async with` starts every worker and raises `RewardLoadError` if a reward cannot be loaded. If a new
+    worker cannot load a reward later, the pool breaks (`broken`). All methods belong to one event loop.
     """
 
     def __init__(
         self, specs: Sequence[RewardSpec], *, workers: int, limits: WorkerLimits | None = None
     ) -> None:
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
-        """Done when the pool has given up. After that, every call is a `Failure`."""
+        """Done when the pool has given up. After that, every call gets the verdict `Failure`."""
         self.capacity = workers
         self._call_s = 0.001
         self._specs = list(specs)
@@ -107,7 +108,7 @@ class WorkerPool:
     async def submit(
         self, calls: Sequence[Call], on_verdicts: OnVerdicts, *, spec: RewardSpec | None = None
     ) -> None:
-        """Queue calls of `spec`, or of the only reward. Waits while the queue is full.
+        """Queue calls of the reward `spec` (by default the only reward). Waits while the queue is full.
 
         The event loop calls `on_verdicts` once for each call, in the order in which the calls end. It must
         not raise.
@@ -130,8 +131,8 @@ class WorkerPool:
         self.dispatch()
 
     async def close(self) -> None:
-        """Kill every worker's group, give every waiting call its verdicts, and reap. A repeated call is
-        harmless."""
+        """Kill every worker's process group, give every waiting call its verdicts, and reap the processes. It
+        is harmless to call this again."""
         self._closed = True
         if self._watch is not None:
             self._watch.cancel()
@@ -165,7 +166,7 @@ class WorkerPool:
         self.dispatch()
 
     def on_lost(self, slot: WorkerSlot, cause: str) -> None:
-        """Handle the end of a process, after its last report: its running call gets its verdicts."""
+        """Handle the end of a process, after its last report, and give its running call its verdicts."""
         unit, slot.running = slot.running, None
         if unit is not None:
             spec, elapsed_s = unit.reward.spec, time.monotonic() - unit.began_s
@@ -182,7 +183,7 @@ class WorkerPool:
         self.dispatch()
 
     def on_hopeless(self, message: str) -> None:
-        """Break the pool: a reward cannot be loaded, or no worker keeps running."""
+        """Break the pool, because a reward cannot be loaded or the workers keep dying."""
         if not self.broken.done():
             self.broken.set_result(RewardLoadError(message))
         self._workers.halt()
@@ -201,7 +202,7 @@ class WorkerPool:
             ready[0].order(WorkUnit(unit.number, unit.reward.number, inputs))
 
     def _separate(self, calls: Sequence[QueuedCall]) -> None:
-        """Run each call by itself after one of them made a joint invocation fail."""
+        """Run each call of a failed joint invocation by itself, because one of them made it fail."""
         for call in reversed(calls):
             call.single = True
             self._push(call, front=True)
@@ -220,7 +221,7 @@ class WorkerPool:
         self._call_s += 0.05 * (elapsed_s / calls - self._call_s)
 
     async def _look_after(self) -> None:
-        """Enforce deadlines and the memory limit of slow calls."""
+        """Enforce the deadlines of calls, and the memory limit during long calls."""
         while True:
             shortest_s = min((p.spec.timeout_s for p in self._rewards.values()), default=1.0)
             await asyncio.sleep(min(TICK_S, shortest_s / 4))

@@ -13,11 +13,11 @@ import msgspec
 from areal_async.base.verdicts import Verdict
 
 MAX_REPORT_BYTES = 32 << 20
-"""Largest frame that a pool accepts from a worker. Only reports with unit rewards come close."""
+"""Largest frame that a pool accepts from a worker. Only reports with rewards of units come close to it."""
 
 
 class LoadReward(msgspec.Struct, array_like=True, tag="load"):
-    """Load a reward. Units refer to it by its number."""
+    """Command to load a reward. A `WorkUnit` refers to the reward by its number."""
 
     reward: int
     name: str
@@ -27,8 +27,8 @@ class LoadReward(msgspec.Struct, array_like=True, tag="load"):
     worker_class: str = ""
     """`module:Class` of a reward with state, or empty for a function.
 
-    It is created once with the arguments and then called with lists of at most `batch` inputs. `batch` is its
-    attribute.
+    The class is instantiated once with the arguments. The instance is then called with lists of at most
+    `batch` inputs, where `batch` is its attribute.
     """
     timeout_s: float = math.inf
     """Deadline of one call in seconds."""
@@ -54,14 +54,15 @@ class FinishedUnit(msgspec.Struct, array_like=True, tag="finishes"):
 
 
 class RewardLoaded(msgspec.Struct, array_like=True, tag="loaded"):
-    """The reward is loaded. `batch` is the inputs per invocation. 0 means one input, or those of a group."""
+    """Report that the reward is loaded. `batch` is the number of inputs per invocation. 0 means one input, or
+    the inputs of one group."""
 
     reward: int
     batch: int
 
 
 class RewardNotLoaded(msgspec.Struct, array_like=True, tag="load_failed"):
-    """The reward cannot be loaded."""
+    """Report that the reward cannot be loaded."""
 
     reward: int
     message: str
@@ -77,7 +78,7 @@ LENGTH = struct.Struct("<I")
 
 
 class FrameError(ValueError):
-    """The other side sends invalid or unexpected frames."""
+    """The other side has sent an invalid or unexpected frame."""
 
 
 def framed(payload: bytes) -> bytes:
@@ -85,7 +86,7 @@ def framed(payload: bytes) -> bytes:
 
 
 class FrameReader:
-    """A reader that cuts a stream of bytes into frames. Raises `FrameError` for a frame above `limit`
+    """A reader that splits a stream of bytes into frames. Raises `FrameError` for a frame above `limit`
     bytes."""
 
     def __init__(self, limit: int) -> None:

@@ -1,7 +1,7 @@
-"""The calls that wait for workers, and whose turn it is. The module does no I/O.
+"""The calls that wait for workers, and the choice of the reward whose turn is next. The module does no I/O.
 
-Rewards share the workers' time, not the number of calls. The reward that has used the least time is next. An
-idle reward does not save up unused time.
+Rewards get equal parts of the workers' time, not equal numbers of calls. The reward that has used the least
+time is next. A reward cannot save up time while it is idle.
 """
 
 from __future__ import annotations
@@ -40,22 +40,25 @@ class LatencyEstimate:
 class PooledReward:
     """One reward of a pool: its code, its waiting calls and its costs.
 
-    The text of a user's file is kept. Every worker runs the same text, even if the file is changed, broken or
-    deleted before the worker starts.
+    The text of a user's file is kept in memory. So every worker runs the same text, even if the file is
+    changed or deleted before the worker starts.
     """
 
     def __init__(self, number: int, spec: RewardSpec) -> None:
-        """Create the reward. Workers know it by `number`. Raises `RewardLoadError` for a missing file."""
+        """Create the reward. Messages to workers identify it by `number`. Raises `RewardLoadError` for a
+        missing file."""
         self.number = number
         self.spec = spec
         file = own_file(spec.name)
         self._source = None if file is None else _read_source(spec.name, file)
         self.batch = 0
-        """Inputs per invocation, known after loading. 0 means one input, or those of a group."""
+        """Number of inputs per invocation, known after loading. 0 means one input, or the inputs of one
+        group."""
         self.loaded_once = False
         self.waiting: deque[QueuedCall] = deque()
         self.used_s = 0.0
-        """Workers' time that it has used, on a clock that stops while it is idle."""
+        """Seconds of workers' time that the reward has used. When the reward becomes active after being idle,
+        the value is raised to at least that of the reward served last."""
         self.latency = LatencyEstimate()
 
     def load_order(self) -> LoadReward:
@@ -81,7 +84,7 @@ class QueuedCall:
 
 @dataclass(slots=True)
 class Invocation:
-    """The work of a worker: a call, or several calls of a batched reward."""
+    """The work that a worker gets at a time: one call, or several calls of a batched reward."""
 
     number: int
     reward: PooledReward
@@ -135,8 +138,8 @@ class FairQueue:
         return taken
 
     def take(self, number: int, workers: int) -> Invocation | None:
-        """Take the next calls as invocation `number`, for one of `workers` free workers, or None if no call
-        waits."""
+        """Remove the next calls from the queue and return them as invocation `number`, for one of `workers`
+        free workers. Return None if no call waits."""
         if (reward := self.next()) is None:
             return None
         waiting, first = reward.waiting, self.pop(reward)

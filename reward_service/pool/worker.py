@@ -1,8 +1,9 @@
-"""A worker process of a reward pool: it loads rewards, runs units one at a time and reports verdicts.
+"""A worker process of a reward pool: it loads rewards, runs one unit of work at a time and reports the
+verdicts.
 
-Promises: every unit that returns or raises gives exactly one verdict per input, validated and of bounded
-size. A reward's output never reaches the protocol. The process dies with its pool. A reward may crash or
-block the process, and the pool then kills the group.
+Promises: for every unit (`WorkUnit`) that returns or raises, it reports exactly one verdict per input,
+validated and of bounded size. A reward's output never reaches the protocol. The process dies with its pool. A
+reward may crash or block the process, and the pool then kills the group.
 
 The pool starts it as `python -m reward_service.pool.worker`. It must stay light: no torch, no numpy.
 """
@@ -80,7 +81,8 @@ class UnitRunner:
 
 
 class LoadedReward:
-    """A loaded reward. It takes encoded inputs and returns one verdict for each, for any result or error."""
+    """A loaded reward. A call takes encoded inputs and returns one verdict for each, whatever the reward
+    returns or raises."""
 
     def __init__(self, function: Callable[..., Any], mark: Mark) -> None:
         self.mark = mark
@@ -108,7 +110,7 @@ class LoadedReward:
 
 
 def load(order: LoadReward) -> LoadedReward:
-    """Return the ordered reward with its arguments. Raises `RewardLoadError`."""
+    """Return the reward that the pool has asked for, with its arguments. Raises `RewardLoadError`."""
     if order.worker_class:
         module, _, name = order.worker_class.partition(":")
         made = getattr(importlib.import_module(module), name)(**order.args)

@@ -1,4 +1,5 @@
-"""The workers of a pool: started, replaced when they die, renewed when they have grown.
+"""The set of a pool's workers, which starts them, replaces dead ones, and renews those whose memory has
+grown.
 
 Promises: a dead process is replaced, with growing pauses while starts fail. Workers are renewed between
 calls, one at a time. If a reward was loaded before and then fails to load, loading is tried again before the
@@ -35,7 +36,8 @@ log = get_logger("pool")
 MAX_FAILED_STARTS = 4  # consecutive failed starts before the pool gives up
 FIRST_PAUSE_S = 0.2
 SOFT_SHARE = 0.75
-"""Share of the memory limit, above the use after loading. A larger worker is renewed between calls."""
+"""Share of the memory between the use after loading and the limit. A worker that uses more is renewed between
+calls."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class WorkerSlot:
     """One worker and its state. After its death another worker takes its place."""
 
     loading: set[int]
-    """Rewards that it must load and has not reported yet."""
+    """Numbers of the rewards that the worker must load and has not reported yet."""
     failed_starts: int = 0
     process: WorkerProcess = field(init=False)
     started_s: float = field(default_factory=time.monotonic)
@@ -78,7 +80,7 @@ class WorkerSlot:
 
 
 class PoolOwner(Protocol):
-    """The pool's interface for its workers."""
+    """The methods of a pool that `Workers` calls."""
 
     def dispatch(self) -> None: ...
     def on_finished(self, slot: WorkerSlot, done: FinishedUnit) -> None: ...
@@ -139,7 +141,8 @@ class Workers:
             await slot.process.ended.wait()
 
     def look_after(self, now_s: float) -> None:
-        """End workers that load too long, and renew workers that have grown. Must be called often."""
+        """End workers that take too long to load, and renew workers whose memory has grown. The pool must
+        call this often."""
         for slot in self.slots:
             if not slot.loaded and now_s - slot.started_s > self._limits.start_s:
                 slot.kill()
@@ -230,7 +233,7 @@ class Workers:
     # --- renewal -------------------------------------------------------------------------------------
 
     def end_if_done(self, slot: WorkerSlot) -> None:
-        """End a worker that must leave and has no work left."""
+        """End a worker that is to be replaced and has no work left."""
         if slot.leaving and slot.running is None and not slot.doomed:
             slot.kill()
 

@@ -5,8 +5,8 @@
     with Sandbox.at("isolated") as sandbox:
         outcome = sandbox.run(Program(source=model_answer, stdin=b"3 4\\n", limits=RunLimits(cpu_s=2)))
 
-Promises: `run` returns within the limit by the clock plus the time to make and end a jail. After that no
-process of the program is left, and with isolation no file. Every outcome has the isolation level.
+Promises: `run` takes at most `clock_s`, plus the time to make and end a jail. After that no process of the
+program is left, and with isolation no file either. Every outcome says which level of isolation the run had.
 """
 
 from reward_service.sandbox.program import Overloaded as Overloaded

@@ -1,4 +1,4 @@
-"""`python -m reward_service.sandbox`: a report whether this machine can isolate programs."""
+"""`python -m reward_service.sandbox`: report whether this machine can isolate programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ways to confine a program on this machine. Each is tested with a small program and never guessed."""
+"""Ways to confine a program on this machine. Whether a way works is always tested with a small program and
+never guessed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from reward_service.sandbox.isolation.launcher import FIRST_UIDS
 from reward_service.sandbox.program import CannotIsolate, Level, PythonMissing, RunLimits, SandboxError
 
 START = "import sys; sys.path.append(sys.argv.pop()); from isolation.launcher import main; main()"
-"""Program of the launcher's interpreter. Its last argument is the folder of the package `isolation`."""
+"""Code that the launcher's interpreter runs. Its last argument is the folder that contains the package
+`isolation`."""
 FOLDER = str(Path(__file__).resolve().parent)
 ANSWER_GRACE_S = 40.0  # Seconds beyond the limit by the clock to make the jail, end it and send the output.
 
@@ -31,8 +33,8 @@ class LauncherDied(SandboxError):
 
 
 class LauncherClient:
-    """A client of the launcher. The first request starts the launcher, and a request after its death restarts
-    it.
+    """A client of the launcher, the process that starts jails. The first request starts the launcher, and a
+    request after its death restarts it.
 
     Two threads must not use it at once.
     """
@@ -52,8 +54,8 @@ class LauncherClient:
         return self.answer()
 
     def begin(self, head: dict[str, Any], body: bytes, clock_s: float, link: int | None = None) -> None:
-        """Send a request, possibly with the descriptor of the program's link. `answer` must follow. Raises
-        `SandboxError`."""
+        """Send a request, possibly with the descriptor of the program's link. Afterwards, the caller must
+        call `answer`. Raises `SandboxError`."""
         connection = self._connected()
         try:
             connection.settimeout(clock_s + ANSWER_GRACE_S)
@@ -76,7 +78,7 @@ class LauncherClient:
         raise LauncherDied("the launcher died. Look for its message on the standard error of the service")
 
     def end(self) -> None:
-        """End the run in progress at once. Its answer still follows."""
+        """End the run in progress at once. The launcher still sends its answer."""
         with contextlib.suppress(OSError):
             messages.send(self.connection, {"end": True})
 
@@ -114,7 +116,7 @@ class LauncherClient:
         return ours
 
     def close(self) -> None:
-        """End the launcher and the processes in its jail. A repeated call is harmless."""
+        """End the launcher and the processes in its jail. It is harmless to call this again."""
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -136,7 +138,7 @@ SYSTEM_FILES = [f"/etc/{name}" for name in _FILES.split()]
 NAMESPACES = ("user", "pid", "mount", "net", "ipc", "uts", "cgroup")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": ".", "TMPDIR": "."}
 PACKAGES = "/packages"
-"""Folder of a jail that shows Python packages from any outside folder."""
+"""Folder in a jail in which Python packages from outside folders are visible."""
 INSIDE = {"HOME": "/work", "TMPDIR": "/work/.tmp"}
 REMEDY = (
     "Install bubblewrap and libseccomp (Debian: `apt-get install bubblewrap libseccomp2`), run programs "
@@ -148,7 +150,7 @@ REMEDY = (
 
 
 class Confinement(NamedTuple):
-    """One way to run a program that works on this machine."""
+    """A way to run a program that works on this machine."""
 
     level: Level
     guards: tuple[str, ...] = ()
@@ -163,7 +165,7 @@ class Confinement(NamedTuple):
     def request(self, spoken: Interpreter, limits: RunLimits) -> dict[str, Any]:
         """Return the request to the launcher, without files and input.
 
-        Raises `PythonMissing` if no interpreter can be the first process.
+        Raises `PythonMissing` if there is no interpreter for the jail's first process.
         """
         first = python(self.as_another)
         isolated = self.level == "isolated"
@@ -193,15 +195,15 @@ class Confinement(NamedTuple):
 
     @property
     def as_another(self) -> bool:
-        """Return whether programs run as a user without files, so that all needed files must be open to
-        everyone."""
+        """Return whether programs run as a user who owns no files. Then everybody must be able to read the
+        files that they need."""
         return self.uid_base is not None
 
 
 def find(launcher: LauncherClient) -> Confinement:
-    """Return the first way of isolation that works here.
+    """Return the first way of isolation that works on this machine.
 
-    Raises `CannotIsolate` with the reason for each failure and the fix.
+    Raises `CannotIsolate` with the reason why each way fails, and the fix.
     """
     offered, _ = launcher.ask({"probe": True}, b"", 5.0)
     missing = "bwrap is not installed" if shutil.which("bwrap") is None else offered["no_filter"]

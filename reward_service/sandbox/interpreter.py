@@ -14,9 +14,10 @@ from typing import NamedTuple
 from reward_service.sandbox.program import PythonMissing
 
 OFFERED = ("numpy",)
-"""Packages of our environment that Python programs may use if no environment is named."""
+"""Packages of this project's environment that Python programs may use if the job names no environment."""
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""Numerical libraries reserve memory for each thread, and a run may have few threads."""
+"""Environment variables that limit numerical libraries to one thread, because they reserve memory for each
+thread and a run may have only few threads."""
 ASKED = """
 import json, os, sys
 names = ("site-packages", "dist-packages")
@@ -33,11 +34,11 @@ class PackageFolder(NamedTuple):
 
     path: str
     names: tuple[str, ...] = ()
-    """Packages in it that are shown. Empty means all."""
+    """Names of the packages that are visible to programs. Empty means all in the folder."""
 
 
 SOURCE = "main.py"
-"""File of a program in the folder of its run."""
+"""Name of the program's file in the folder of its run."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,10 @@ def open_to_all(path: str) -> bool:
 
 @functools.cache
 def python(for_others: bool = False, environment: str = "") -> Interpreter:
-    """Return the Python of programs. Raises `PythonMissing` with the fix.
+    """Return the Python interpreter for programs. Raises `PythonMissing` with the fix.
 
-    With `for_others`, programs run as a user who may read only public files. `environment` is an interpreter
-    or a virtual environment.
+    With `for_others`, programs run as a user who may read only files that everybody may read. `environment`
+    is an interpreter or a virtual environment.
     """
     # The interpreter is the base of a virtual environment, so programs get only the offered packages of ours.
     # A variable names packages, because jails show them in other folders.
@@ -112,7 +113,7 @@ def _asked(environment: str) -> tuple[str, str, list[str]]:
 
 
 def _offered(for_others: bool) -> list[PackageFolder]:
-    """Return the folder of the offered packages of ours that are installed."""
+    """Return the folder with those of the `OFFERED` packages that are installed."""
     for folder in map(Path, sys.path):
         names = [name for one in OFFERED for name in (one, f"{one}.libs") if (folder / name).is_dir()]
         if names and folder.name in ("site-packages", "dist-packages"):

@@ -9,7 +9,7 @@ import msgspec
 from areal_async.base.errors import ArealError
 
 Level = Literal["isolated", "none"]
-"""Isolation of a program.
+"""Level of a program's isolation.
 
 `isolated`: namespaces, a filter of system calls and a memory limit. `none`: a child process with limits and
 its own folder, without protection.
@@ -33,12 +33,12 @@ class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one run. They apply to the program and all its children, unless stated otherwise."""
 
     wall_s: float = 10.0
-    """Seconds of the run without waits for a processor. """
+    """Seconds of the run, without the time that the program waited for a processor."""
     cpu_s: float = 4.0
     clock_s: float = 3600.0
-    """Seconds of all runs by the clock, including waits of the machine.
+    """Seconds of all runs by the clock, including the time that the program waited for the machine.
 
-    It is the caller's limit. A run that ends by it (`clock`) proves nothing about the program.
+    This limit protects the caller. A run that it ends (`clock`) proves nothing about the program.
     """
     memory_mb: int = 512
     """Memory of all processes together. It also limits the address space of each."""
@@ -54,31 +54,33 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str = ""
     environment: str = ""
-    """Interpreter or virtual environment of the program, with its packages.
+    """Interpreter or virtual environment that runs the program. Its packages can be imported.
 
-    Empty means the standard library and the installed packages of `interpreter.OFFERED`.
+    Empty means the standard library, and those packages in `interpreter.OFFERED` that are installed.
     """
     bare: bool = False
-    """Whether nothing is imported from the folder of the run, and no startup code of packages runs."""
+    """Whether the interpreter imports nothing from the folder of the run, and runs no startup code of
+    packages."""
     command: tuple[str, ...] = ()
     """Absolute path of a program in a system folder and its arguments, instead of `source`."""
     files: dict[str, bytes] = {}  # content by relative path, written to the folder of the run
     stdin: bytes = b""
     limits: RunLimits = RunLimits()
     within_s: float | None = None
-    """Seconds of all runs of the program together, counted as `wall_s`. None: each has only its own limit."""
+    """Seconds of all runs of the program together, counted like `wall_s`. None: each run has only its own
+    limit."""
 
 
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a run. The program cannot cause an exception of ours."""
+    """The outcome of a run. Whatever a program does, its run has an outcome and raises no exception."""
 
     kind: EndKind
     """Cause of the end.
 
-    `ok` is exit status 0, `exit` is another status, and `signal` is a kill by a signal. Other
-    kinds are the limit that ended the run (`files`: a file above the size limit).
-    `ended` is a program of a pair whose tests had ended. The program causes all kinds except `clock` and
-    `ended`.
+    `ok` is exit status 0, `exit` is another status, and `signal` is a kill by a signal. `ended` means that
+    the tests of a pair had ended, so their program was ended too. The other kinds name the limit that ended
+    the run (`files`: a file above the size limit). All kinds except `clock` and `ended` are caused by the
+    program.
     """
     status: int = 0  # exit status, or the signal's number for `signal`
     stdout: bytes = b""
@@ -86,9 +88,9 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Output, cut at its limit. The beginning of `stdout` and the end of `stderr` are kept."""
     wall_ms: float = 0.0
     waited_ms: float = 0.0
-    """Time in which the program was ready to run and the machine did other work.
+    """Time in which the program was ready to run while the machine did other work.
 
-    Only waits that the kernel reports count, and only while no other thread of the program ran.
+    Only waits that the kernel reports are counted, and only while no other thread of the program could run.
     """
     spent_ms: float = 0.0
     """Time charged to the program. It excludes waits and is at least the CPU time."""
@@ -96,8 +98,8 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     peak_mb: float = 0.0
     """Largest memory of all processes together, including files in memory.
 
-    If memory is polled (`memory sum`, or no isolation), the value is 0 for a run that ends before the first
-    poll.
+    The value is 0 if memory is polled (the guard `memory sum`, or no isolation) and the run ends before the
+    first poll.
     """
     level: Level = "none"
 
@@ -106,30 +108,30 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind == "ok"
 
     def describe(self) -> str:
-        """Return the cause of the end, with the last line of its errors."""
+        """Return the cause of the end, with the last line of standard error."""
         how = self.kind if self.kind not in ("exit", "signal") else f"{self.kind} {self.status}"
         said = self.stderr.decode("utf-8", "replace").strip().splitlines()
         return f"{how}: {said[-1][-300:]}" if said else how
 
 
 class SandboxError(ArealError):
-    """There is no sandbox of the requested level. The verdict is an error of kind `sandbox`, never 0."""
+    """There is no sandbox of the requested level. The verdict is then an error of the kind `sandbox`, never a
+    score of 0."""
 
     verdict_kind = "sandbox"
 
 
 class Overloaded(SandboxError):
-    """The caller's deadline came before the program reached its own limits.
+    """The deadline of the caller passed before the program reached its own limits.
 
-    The verdict is an error of kind `overloaded`, never 0.
+    The verdict is then an error of the kind `overloaded`, never a score of 0.
     """
 
     verdict_kind = "overloaded"
 
 
 class CannotIsolate(SandboxError):
-    """This machine, or a sandbox server's, cannot isolate programs. `why` is the reason and `fix` is the
-    change."""
+    """This machine cannot isolate programs. `why` is the reason, and `fix` says what to change."""
 
     def __init__(self, why: str, fix: str) -> None:
         super().__init__(f"{why}. {fix}.")
@@ -137,4 +139,5 @@ class CannotIsolate(SandboxError):
 
 
 class PythonMissing(SandboxError):
-    """There is no Python that can run the program, or the named environment is none."""
+    """There is no Python that can run the program, or the named environment is not an environment of
+    Python."""

@@ -33,7 +33,7 @@ class Sandbox:
     """A sandbox: `with Sandbox.at("isolated") as sandbox: outcome = sandbox.run(Program(source="print(1)"))`.
 
     It has a child process that makes a new jail for every run, and a second one for pairs. Two threads must
-    not use it at once. Each thread needs its own sandbox.
+    not use one sandbox at the same time, so each thread needs its own.
     """
 
     def __init__(self, confinement: Confinement, launcher: LauncherClient) -> None:
@@ -44,7 +44,7 @@ class Sandbox:
 
     @classmethod
     def at(cls, level: Level, launcher: LauncherClient | None = None) -> Sandbox:
-        """Return a sandbox of this level. It closes `launcher` at its end.
+        """Return a sandbox of this level. The sandbox closes `launcher` at its end.
 
         Raises `CannotIsolate` with the fix if this machine cannot isolate programs.
         """
@@ -69,15 +69,15 @@ class Sandbox:
     def run_each(self, program: Program, inputs: Sequence[bytes]) -> list[RunOutcome]:
         """Run the program once for each input instead of `program.stdin`, in one jail.
 
-        The jail is reset between the runs. `program.within_s` and `limits.clock_s` limit all runs together.
-        Returns at least one outcome and at most one per input, because a run without exit status 0 is the
-        last. Without isolation there is only one run. Raises the errors of `run`.
+        The jail is reset between the runs. `program.within_s` and `limits.clock_s` limit all runs together. A
+        run without exit status 0 is the last, so there may be fewer outcomes than inputs, but at least one.
+        Without isolation there is only one run. Raises the errors of `run`.
         """
         order = self._order(program, inputs)
         return self._outcomes(*self._launcher.ask(order.request, order.body, order.clock_s))
 
     def run_pair(self, tests: Program, program: Program) -> tuple[RunOutcome, RunOutcome]:
-        """Run both at once, each in its own jail with its own limits.
+        """Run both programs at the same time, each in its own jail with its own limits.
 
         A stream of bytes in both directions joins them. Each finds it as its descriptor 3. They share
         nothing else. The time of `program` (`wall_s`) excludes the tests' computing and waiting. When `tests`
@@ -91,7 +91,7 @@ class Sandbox:
             return self._pair(orders)
 
     def _pair(self, orders: Sequence[LaunchRequest]) -> tuple[RunOutcome, RunOutcome]:
-        """Run both requests. Raises `SandboxError`, and then neither program is running."""
+        """Run both requests. If `SandboxError` is raised, neither program is running any more."""
         launchers = (self._launcher, self._partner)
         try:
             ends = socket.socketpair()
@@ -148,7 +148,7 @@ class Sandbox:
         return outcomes
 
     def close(self) -> None:
-        """End the child processes. A repeated call is harmless, and a later run starts new ones."""
+        """End the child processes. It is harmless to call this again, and a later run starts new ones."""
         self._launcher.close()
         self._partner.close()
 
@@ -160,9 +160,10 @@ class Sandbox:
 
 
 def ending(limit: str, wait_status: int | None) -> tuple[EndKind, int]:
-    """Return (kind, status) from the limit that ended a run, if any, and the wait status.
+    """Return the kind of the end and the exit status, from the limit that ended the run, if any, and its wait
+    status.
 
-    Raises `SandboxError` if there is neither: the jail itself was killed from outside.
+    Raises `SandboxError` if there is neither, because the jail itself was then killed from outside.
     """
     if limit:
         return msgspec.convert(limit, EndKind), 0

@@ -1,5 +1,5 @@
-"""A check whether rewards can be loaded, as a scoring process loads them: `python -m
-reward_service.tools.loads`.
+"""`python -m reward_service.tools.loads`: check whether rewards can be loaded in the way a scoring process
+loads them.
 
 It reads a `RewardTrial` from standard input and prints one line: a JSON list with the problem of each reward,
 or an empty text. Output of a reward's file during import goes to standard error.

@@ -39,7 +39,7 @@ def main(request: ServeRequest) -> None:
 
 
 async def serve(request: ServeRequest) -> None:
-    """Serve until SIGTERM or SIGINT. Raises `ArealError` for any problem before that."""
+    """Serve until SIGTERM or SIGINT. Raises `ArealError` if the server cannot start."""
     wants: tuple[Extra, ...] = ("blob",) if request.episodes else ()
     args = arguments_in(request.args)
     offers = read_offers(request.rewards, wants, args, request.timeout_s)
@@ -81,7 +81,7 @@ async def serve(request: ServeRequest) -> None:
 
 
 def arguments_in(text: str | None) -> dict[str, Any]:
-    """Return the arguments in the text of `--args`. Raises `ConfigError` unless the text is a mapping."""
+    """Return the arguments in the text of `--args`. Raises `ConfigError` if the text is not a mapping."""
     try:
         found = parse_yaml(text) if text else {}
     except yaml.YAMLError:

@@ -1,4 +1,4 @@
-"""`areal-async reward test`: one reward, or all of a job, over answers of a task file.
+"""`areal-async reward test`: score answers from a task file with one reward, or with all rewards of a job.
 
 Worker processes, deadlines and verdicts are the same as in the service.
 """
@@ -54,7 +54,7 @@ class SamplesError(ArealError):
 
 
 class AnswerSample(msgspec.Struct, frozen=True):
-    """One answer to the task in row `row` of its file. Answers to one row form one group."""
+    """One answer to the task in row `row` of its file. All answers to a row form one group."""
 
     row: int
     given: RewardInput
@@ -98,7 +98,7 @@ def main(request: TrialRequest) -> int:
 
 
 def answer_of(one: JudgedAnswer) -> dict[str, Any]:
-    """Return the part of `--json` about an answer."""
+    """Return the data about an answer for the output of `--json`."""
     score = one.verdict.value if isinstance(one.verdict, Score) else None
     told = {"row": one.sample.row, "verdict": kind_of(one.verdict), "score": score}
     more = {"components": components_of(one), "message": message_of(one.verdict)}
@@ -106,7 +106,7 @@ def answer_of(one: JudgedAnswer) -> dict[str, Any]:
 
 
 def target(request: TrialRequest) -> tuple[RewardSection, Path]:
-    """Return the tested reward and the task file. Raises `ConfigError`."""
+    """Return the reward section to test and the task file. Raises `ConfigError`."""
     content: dict[str, Any] = {"name": request.reward}
     data = request.data or ""
     if request.reward.endswith((".yaml", ".yml")):
@@ -134,7 +134,7 @@ def target(request: TrialRequest) -> tuple[RewardSection, Path]:
 
 
 def _here(mistakes: Sequence[Mistake]) -> Iterator[Mistake]:
-    """Yield mistakes with the fields of this command, without the section of the job file."""
+    """Yield mistakes with field names as in this command, without the name of the job file's section."""
     own = re.compile(rf"\b{re.escape(OF_JOB)}(?=({'|'.join(RewardSection.model_fields)})\b)")
     for each in as_typed(mistakes, "{}=VALUE".format):
         field, problem, fix = (own.sub("", text) for text in (each.field, each.problem, each.fix))
@@ -142,7 +142,7 @@ def _here(mistakes: Sequence[Mistake]) -> Iterator[Mistake]:
 
 
 def read_samples(tasks: Path, column: str, limit: int) -> tuple[list[AnswerSample], str]:
-    """Return answers to at most `limit` tasks, drawn from the file at random, and their source.
+    """Return answers to at most `limit` tasks, drawn from the file at random, and the source of the answers.
 
     The source is the column, or the ground truth if there is no column `response`. Raises `SamplesError`,
     `TaskFileError`.
@@ -188,7 +188,8 @@ async def judge(section: RewardSection, samples: Sequence[AnswerSample]) -> list
 
 @contextmanager
 def shown_prints() -> Iterator[None]:
-    """Show rewards' output on standard error and hide the log, because the page has its content."""
+    """Show the output of rewards on standard error. Hide the log, because the printed page has the same
+    content."""
     logger = logging.getLogger("areal")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -209,7 +210,7 @@ def _show(pid: int, text: str) -> None:
 
 
 def why_it_fails(judged: Sequence[JudgedAnswer]) -> list[str]:
-    """Return the reasons for which the command fails: calls that went wrong, or no score at all."""
+    """Return the reasons why the command must fail: calls that went wrong, or no score at all."""
     kinds: Counter[str] = Counter(kind_of(one.verdict) for one in judged)
     counted = ((kind, kinds[kind]) for kind in ("error", "timeout"))
     wrong = [f"{n} {kind}{'s' if n > 1 else ''}" for kind, n in counted if n]
@@ -241,7 +242,7 @@ def _figures(values: Sequence[float]) -> list[str]:
 
 
 def components_of(one: JudgedAnswer) -> dict[str, float]:
-    """Return the components of a score, the numbers beside it."""
+    """Return the components of a score, which are the named numbers besides its value."""
     return dict(one.verdict.components) if isinstance(one.verdict, Score) else {}
 
 
@@ -259,9 +260,9 @@ def shown(judged: Sequence[JudgedAnswer]) -> Table:
 
 
 def remarks(judged: Sequence[JudgedAnswer]) -> Table:
-    """Return the table of remarks by kind: verdicts without a score, answers at fault and details of scores.
+    """Return a table of remarks by kind: verdicts without a score, answers at fault, and details of scores.
 
-    Each kind has its first occurrence.
+    For each kind it shows the first occurrence.
     """
     found: dict[tuple[str, str], list[JudgedAnswer]] = defaultdict(list)
     for one in judged:
@@ -291,7 +292,7 @@ def _table(*titles: str) -> Table:
 
 
 def short(text: str, most: int = 60) -> str:
-    """Return one line of an untrusted text, safe to print."""
+    """Return an untrusted text as one line that is safe to print."""
     line = plain(" ".join(text.split()))
     return line if len(line) <= most else line[: most - 1] + "…"
 

@@ -6,13 +6,15 @@ describe each.
     code_rewards             of programs
 
 `answers` finds the answer in a response. `equality`, `formulas` and `latex` compare maths. Importing a module
-loads no library that only judging needs (sympy), because job files are checked with it.
+does not import libraries that only judging needs (such as sympy), because the check of job files imports the
+modules too.
 
-A model must not be able to avoid its judgement: a timeout may be masked, but a wrong answer is not. A
-verifier whose cost depends on the answer therefore ends by itself (`within`), well before the deadline of its
-call. The answer then counts as wrong. An exception that a neutral answer does not cause is the answer's
-fault, unless it is `TaskAtFault`. The limit is CPU time, so that a busy machine makes no answer wrong. Only
-Python code can be ended. The cost of a C function must be bounded before its call.
+A model must not be able to escape a bad score with an answer that is costly to judge, because an episode with
+a timeout may be masked. So a verifier whose cost depends on the answer stops by itself (`within`), well
+before the deadline of its call, and the answer counts as wrong. The limit is CPU time, so that a busy machine
+makes no answer wrong. Only Python code can be stopped, so the cost of a C function must be bounded before its
+call. An exception is the answer's fault if a neutral answer does not cause it too, unless the exception is
+`TaskAtFault`.
 """
 
 from __future__ import annotations
@@ -45,12 +47,12 @@ def verifier(
     prepare: Callable[[A], None] | None = None,
     needs_truth: bool = False,
 ) -> Callable[[Judge[A]], Callable[..., Any]]:
-    """Make `judge(given, arguments)` a built-in reward with the call `judge(given, **arguments)`.
+    """Make `judge(given, arguments)` a built-in reward that is called as `judge(given, **arguments)`.
 
-    `arguments` declares its arguments, and `prepare(arguments)` does the work before the first call. The
-    reward has them as `Arguments` and `preload(**arguments)`, which raises `RewardLoadError`. A call with
-    invalid arguments raises `ValueError`. If `needs_truth` is true, a task without ground truth is not
-    judged.
+    `arguments` is the class that declares the arguments, and `prepare(arguments)` does the work before the
+    first call. The reward offers them as the attributes `Arguments` and `preload(**arguments)`. `preload`
+    raises `RewardLoadError`. A call with invalid arguments raises `ValueError`. If `needs_truth` is true, a
+    task without ground truth is not judged.
     """
 
     def made(judge: Judge[A]) -> Callable[..., Any]:
@@ -99,11 +101,12 @@ def verifier(
 
 
 class TaskAtFault(ValueError):
-    """The task cannot judge any answer, although the neutral answer raises no error."""
+    """The task is wrong, so no answer to it can be judged. This is raised even where a neutral answer raises
+    no error."""
 
 
 class NoArguments(Section):
-    """The reward takes none."""
+    """Arguments of a reward that takes none."""
 
 
 # --- what judging one answer may cost ----------------------------------------------------------------
@@ -116,7 +119,7 @@ MOST_INTERRUPTIONS = 10
 
 
 class TooCostly(Exception):
-    """Comparing the answer would exceed its budget, so the answer is wrong."""
+    """Judging the answer would exceed its budget, so the answer counts as wrong."""
 
 
 class BudgetSpent(BaseException):
@@ -160,7 +163,7 @@ def within(cpu_s: float, work: Callable[[], T]) -> T:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise `error` in a thread at its next step in Python code. None cancels a pending error."""
+    """Raise `error` in a thread at its next step of Python code. With None, cancel a pending error."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), ctypes.py_object(error) if error is not None else None
     )

@@ -1,10 +1,11 @@
-"""Places of the answer in a response, ground truths that a task accepts, and words that change an answer.
+"""Search for the answer in a response, the ground truths that a task accepts, and words that change an
+answer.
 
-Verifiers share this module. It is pure, and linear in the response's length.
+All verifiers of answers share this module. It is pure, and its cost is linear in the length of the response.
 
-Thoughts are not part of an answer (`areal_async/models/answers.py`). `RewardInput.spoken` is a response
-without its thoughts. `answer_of` alone cannot know whether the prompt has opened a thought.
-docs/rewards.md#use-built-in-rewards lists the places (`where`) of an answer.
+Thoughts are not part of an answer (`areal_async/models/answers.py`). Callers should pass
+`RewardInput.spoken`, the response without its thoughts, because `answer_of` cannot know whether the prompt
+has opened a thought. docs/rewards.md#use-built-in-rewards lists the places (`where`) of an answer.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ SENTENCE_END = re.compile(r"[.!?](?:\*\*)?(?:\s|\Z)|[\n。！？；]")
 LISTED = re.compile(
     r"[\s$]*(?:[,;，；、]|[,，]?\s*(?:\b(?:and|or)\b|[和或及]))[\s$]*(?:[a-zA-Z](?:_\d)?\s*=\s*)?"
 )
-"""Text between two boxes that are two parts of one answer."""
+"""Pattern for the text between two boxes if the boxes are parts of one answer."""
 LONGEST_BETWEEN = 40
 NAMED = re.compile(r"(?<![a-zA-Z\\])([a-zA-Z](?:_\d)?\s*=)\s*\Z")
 
 
 def answer_of(response: str, where: Where = "any") -> str | None:
-    """Return the answer without surrounding white space, or None if that place has no answer."""
+    """Return the answer at the place `where`, without surrounding white space, or None if there is none."""
     text = spoken(response)
     if where not in PLACES:
         raise ValueError(f"there is no place {where!r} for an answer: use one of {', '.join(WHERES)}")
@@ -150,7 +151,7 @@ PLACES: dict[Where, tuple[Callable[[str], str | None], ...]] = {
     "marked": MARKED,
     "any": (*MARKED, _last_line),
 }
-"""Functions that find the answer at each place. The first function that finds one counts."""
+"""Place → functions that find the answer there. The first function that finds one counts."""
 UNSEEN = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff"
 FOLDED = str.maketrans({"、": ",", "。": ".", "−": "-", "﹣": "-"} | dict.fromkeys(UNSEEN, ""))
 STYLES = ("<wide>", "<narrow>", "<font>")
@@ -173,7 +174,8 @@ def folded(text: str) -> str:
 
 
 def accepted(truth: Any) -> list[str]:
-    """Return the accepted texts: the ground truth, or each text of a list. Numbers are written as in Python.
+    """Return the texts that the task accepts: the ground truth, or each text if it is a list. Numbers are
+    converted to text as in Python.
 
     Returns an empty list for a task without ground truth. Raises `ValueError` for any other type, because the
     task is wrong.
@@ -196,9 +198,10 @@ NUMBERS = (
     "millions billion billions trillion trillions"
 )
 HEDGES = frozenset(f"{SECOND} {DENIED} {NUMBERS}".split())
-"""Words beside an answer that change or cancel it: a second answer, a denial, a multiple."""
+"""Words next to an answer that change or cancel it, because they give a second answer, a denial or a
+multiple."""
 
 
 def hedged(words: str) -> bool:
-    """Return whether words beside a number are more than its unit, such as `or six` or `dozen`."""
+    """Return whether the words next to a number are more than its unit, such as `or six` or `dozen`."""
     return any(word.replace("’", "'") in HEDGES for word in WORD.findall(words.lower()))

@@ -28,10 +28,10 @@ BEFORE_OTHERS = re.compile(
     r"(?:[<>!~≤≥≠≈±¬]=?|\\[a-zA-Z]+|[0-9][,;]?|\b(?:or|nor|not|to|than))[ \t]*[(\[{$]?[ \t]*\Z", re.I
 )
 ENDS_IN_EQUALS = re.compile(r"=\s*(?:<[^<>]*>\s*(?:assistant\s*)?)*\Z")
-"""The end of a prompt with an open equation. Tokens of a chat template may follow."""
+"""Pattern for a prompt that ends with an open equation (`… =`). Tokens of a chat template may follow."""
 LONGEST_NUMBER = 80  # characters; a longer run of digits is not an answer to arithmetic
 LAST_CHARACTERS = 200
-"""Length of the end of a response that is searched, so that the work is bounded."""
+"""Number of characters at the end of a response that are searched, so that the work is bounded."""
 TOLERANCE = Fraction(1, 10**6)
 
 
@@ -39,7 +39,7 @@ TOLERANCE = Fraction(1, 10**6)
 def arithmetic(given: RewardInput, _: NoArguments) -> float:
     """Return 1 if the answer equals the ground truth, else 0, by the rule of the module.
 
-    Raises `ValueError` if the ground truth is not a number, because the task is wrong and not the model.
+    Raises `ValueError` if the ground truth is not a number, because then the task is wrong, not the model.
     """
     wanted = parse_number(str(given.ground_truth).strip())
     if wanted is None:
@@ -99,14 +99,14 @@ GSM8K_CHARACTERS = 4_000
 
 class Gsm8kArguments(Section):
     flexible: bool = False
-    """Whether the last number is the answer of a response without `####` and box."""
+    """Whether, in a response without `####` and without a box, the last number is the answer."""
 
 
 @verifier(Gsm8kArguments, needs_truth=True)
 def gsm8k(given: RewardInput, arguments: Gsm8kArguments) -> float:
     """Return 1 if the number is right, else 0.
 
-    Raises `ValueError` for a ground truth without a number, because the task is wrong.
+    Raises `ValueError` for a ground truth without a number, because then the task is wrong, not the model.
     """
     stated = str(given.ground_truth).rpartition("####")[2]
     wanted = parse_number(stated.strip().lstrip("$"))
@@ -129,10 +129,11 @@ def number_of(response: str, *, flexible: bool) -> str | None:
 
 
 def _names_a_unit(behind: str) -> bool:
-    """Return whether the text after a number does not change it: words, and signs that are not operators.
+    """Return whether the text after a number leaves its value unchanged: words, and signs that are not
+    operators.
 
-    One letter directly after the number changes it (`5k`, `5x`), except for common units. A sign that is
-    itself a number also changes it (`½`, `²`, `万`).
+    A single letter directly after the number changes its value (`5k`, `5x`), except for common units. So does
+    a sign that is itself a number (`½`, `²`, `万`).
     """
     if not all(PLAIN.match(sign) and unicodedata.category(sign) not in ("No", "Nl") for sign in behind):
         return False

@@ -1,10 +1,11 @@
-"""Ground truths of code tasks, converted from the forms of data sets to one form. docs/sandbox.md lists the
-forms.
+"""Conversion of the ground truths of code tasks from the forms of data sets to one form. docs/sandbox.md
+lists the forms.
 
-Each form may also be a text that contains it as JSON. `entry_point` may accompany tests in code. It names
-what the program must define, `add` or `Solution().add`. Without it, a name in the tests is resolved in this
-order: a definition or import of the tests, a builtin of Python, a name in `LIBRARY`. Only other names come
-from the program. No program can therefore replace `set` or `np` of the tests.
+A ground truth may also be a text that contains any of the forms as JSON. Next to tests in code, `entry_point`
+may name the function that the program must define, such as `add` or `Solution().add`. Any other name in the
+tests is resolved in this order: a definition or import of the tests, a builtin of Python, a name in
+`LIBRARY`. Only the remaining names come from the program. So a program cannot replace the `set` or `np` of
+the tests.
 """
 
 from __future__ import annotations
@@ -32,23 +33,24 @@ class StdioCase(msgspec.Struct, frozen=True):
 
 
 class CallCase(msgspec.Struct, frozen=True):
-    """A test that `function(*args)` returns `expected`, up to differences that JSON cannot express."""
+    """A test whether `function(*args)` returns `expected`. Differences that JSON cannot express do not
+    count."""
 
     function: str
     args: list[Any]
     expected: Any
     wrapped: bool = False
-    """Whether each result of the task is in a list of its own."""
+    """Whether the task has each result in a list of its own."""
 
 
 class Cases(msgspec.Struct, frozen=True):
     stdio: list[StdioCase] = []
     calls: list[CallCase] = []
     codes: list[str] = []
-    """Code texts. Each runs to its end if the program is right."""
+    """Texts of test code. If the program is right, each of them runs to its end without an exception."""
     setup: list[str] = []
     entries: dict[str, str] = {}
-    """Entry point of the program by its name in `codes` and `setup`."""
+    """Entry points of the program, by the name that `codes` and `setup` use."""
 
     @property
     def names(self) -> set[str]:
@@ -64,8 +66,8 @@ class Cases(msgspec.Struct, frozen=True):
 
 
 def read_cases(truth: Any) -> Cases:
-    """Return the cases. Raises `ValueError` for an unknown form, because the task is wrong and not the
-    model."""
+    """Return the cases of a ground truth. Raises `ValueError` for an unknown form, because then the task is
+    wrong, not the model."""
     truth = _result(truth)
     if isinstance(truth, str):
         return code_cases([truth])
@@ -122,11 +124,12 @@ def _entry_point(name: Any) -> str:
 
 
 def code_cases(texts: list[str], setup: str = "", entry_point: str = "") -> Cases:
-    """Return the cases in tests that are code.
+    """Return the cases in test code.
 
     Every top-level assertion and every top-level function `test…` is a case, and the other code runs before
-    all of them. A text that defines `check` is one case, and so is a text without such tests. Raises
-    `ValueError` for invalid Python, for tests that use nothing of the program, and for undefined names.
+    all cases. A text that defines `check` is a single case, and so is a text without such assertions and
+    functions. Raises `ValueError` for invalid Python, for tests that use nothing of the program, and for
+    undefined names.
     """
     try:
         return _code_cases(texts, setup, entry_point)
@@ -185,9 +188,9 @@ def _with_names(codes: list[str], setup: list[str], entry_point: str) -> Cases:
 
 
 def _typed(value: Any) -> Any:
-    """Convert the keys of a dictionary to integers if all of them are texts of integers, at any depth.
+    """Convert the keys of each dictionary, at any depth, to integers if all of them are texts of integers.
 
-    JSON has only texts as keys.
+    This is necessary because JSON has only texts as keys.
     """
     if isinstance(value, list):
         return [_typed(one) for one in value]
@@ -198,12 +201,13 @@ def _typed(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return the text of one case. A list contains its lines."""
+    """Return the input or output of a case as text. If it is given as a list, the list has its lines."""
     return "\n".join(str(line) for line in value) if isinstance(value, list) else str(value)
 
 
 def _arguments(value: Any) -> list[Any]:
-    """Return the arguments. A list contains them, and a text has one per line, as JSON."""
+    """Return the arguments of a case. They are given as a list, or as a text with one argument per line, as
+    JSON."""
     if not isinstance(value, str):
         return list(value) if isinstance(value, list) else [value]
     try:
@@ -213,7 +217,7 @@ def _arguments(value: Any) -> list[Any]:
 
 
 def _result(value: Any) -> Any:
-    """Return the value of a text that is JSON, and anything else unchanged."""
+    """Return the value of a text that is JSON, and any other value unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -244,7 +248,7 @@ LIBRARY: dict[str, str] = {
     "numpy": "import numpy",
     "pd": "import pandas as pd",
 }
-"""Import statement by each name that tests may use without importing it."""
+"""Name → import statement, for names that tests may use without importing them."""
 PLAIN_ATTRIBUTES = frozenset(
     name
     for kind in (str, bytes, bytearray, int, float, complex, list, tuple, set, frozenset, dict, range)
@@ -254,19 +258,19 @@ TAKES_PIECES = ("next", "islice")  # functions that accept an endless iterator
 
 
 class Names(NamedTuple):
-    """The names in texts that share a namespace."""
+    """The names in several texts of code that share a namespace."""
 
     free: list[str]
-    """Used names that are neither the texts' own nor Python's nor the library's."""
+    """Names that the texts use, but that neither the texts nor Python nor `LIBRARY` define."""
     imports: list[str]
-    """Imports for the names of the library."""
+    """Import statements for the used names of `LIBRARY`."""
     star: bool
 
 
 def names_of(texts: Iterable[str], declared: str = "") -> Names:
     """Return the names in the texts. Raises `ValueError` for invalid Python.
 
-    `declared` is the entry point. It always belongs to the program.
+    `declared` is the name of the entry point, which always belongs to the program.
     """
     used: dict[str, None] = {}
     bound: set[str] = set(dir(builtins)) - {declared}
@@ -294,7 +298,7 @@ def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 
 
 def needs_live_objects(texts: Iterable[str], entries: Iterable[str]) -> bool:
-    """Return whether the tests need a live object from the program, because plain data is not enough.
+    """Return whether plain data is not enough for the tests, so that they need a live object of the program.
 
     Examples are setting an attribute, reading an unusual attribute, calling a result, or iterating step by
     step.

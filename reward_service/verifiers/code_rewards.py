@@ -1,10 +1,9 @@
-"""`code_stdio` and `code_tests`, which run the Python program in the response.
+"""The rewards `code_stdio` and `code_tests`, which run the Python program in a response.
 
-The score is 0 if a response has no program, or if the program crashes or passes a limit. A failure that is
-not the model's fault is an error, never 0. An unreadable ground truth raises `ValueError`.
-Without a sandbox the verdict is an error of kind `sandbox`. A task without ground
-truth is not judged. `cases` has the forms of the ground truth, and docs/sandbox.md describes the confinement
-of programs.
+The score is 0 if a response has no program, or if the program crashes or exceeds a limit. A failure that is
+not the model's fault is an error, never a score of 0. An unreadable ground truth raises `ValueError`. Without
+a sandbox, the verdict is an error of the kind `sandbox`. A task without ground truth is not judged.
+`cases.py` reads the forms of the ground truth, and docs/sandbox.md describes the confinement of programs.
 """
 
 from __future__ import annotations
@@ -41,29 +40,31 @@ COMPONENTS = ("extracted", "passed", "out_of_time", "spent_s")
 
 class CodeArguments(SandboxArguments):
     extract: Literal["fence", "whole"] = "fence"
-    """Place of the program: a fenced block of the response, chosen by its tag, or the whole response."""
+    """Place of the program: a fenced block of the response (`programs.py` chooses it), or the whole
+    response."""
     partial: bool = False
     """Whether the score is the share of passed cases. Otherwise it is 1 if all pass, else 0, and the first
     failure ends the run."""
     max_cases: int = Field(default=0, ge=0)
     """Number of cases to run, from the first. 0 means all."""
     tolerance: float = Field(default=1e-6, ge=0)
-    """Relative and absolute tolerance of decimals that a function returns, or that a program prints instead
-    of an expected decimal (`compare: tokens`)."""
+    """Relative and absolute tolerance for decimals that a function returns. With `compare: tokens`, it also
+    applies to printed numbers if the expected one is a decimal."""
 
 
 class CodeStdioArguments(CodeArguments):
     compare: Compare = "tokens"
-    """`tokens`: the words of the output, numbers up to `tolerance`. `lines`: the lines, without trailing
-    white space and trailing empty lines. `exact`: every byte."""
+    """Comparison of a program's output. `tokens` compares words, and numbers up to `tolerance`. `lines`
+    compares lines, without trailing white space and trailing empty lines. `exact` compares every byte."""
 
 
 @verifier(CodeStdioArguments, prepare=prepare_runner, needs_truth=True)
 def code_stdio(given: RewardInput, arguments: CodeStdioArguments) -> Score | Failure:
     """Return 1 if every case passes, else 0. With `partial`, return the share of passed cases.
 
-    A ground truth with `fn_name` is run as function tests. Components: `extracted`, `passed` (share of the
-    cases), `out_of_time`, `spent_s` (of `budget_s`).
+    If the ground truth has `fn_name`, its cases run as tests of that function. The components are `extracted`
+    (whether there was a program), `passed` (share of the cases), `out_of_time`, and `spent_s` (the time used
+    of `budget_s`).
     """
     return _judged(given, arguments, arguments.compare)
 
@@ -73,8 +74,8 @@ def code_tests(given: RewardInput, arguments: CodeArguments) -> Score | Failure:
     """Return the score as `code_stdio` does, for Python functions.
 
     The ground truth contains assertions, a check function, or arguments and results. All tests of a response
-    share one run, and `cpu_s` and `wall_s` limit all of them together. The program cannot see the tests or
-    claim that it passed. See `reward_service.sandbox.harness`.
+    share one run, so `cpu_s` and `wall_s` limit all of them together. The program can neither read the tests
+    nor claim that it has passed (see `reward_service.sandbox.harness`).
     """
     return _judged(given, arguments, "tokens")
 
@@ -111,9 +112,10 @@ def _score_of(result: Result, *, partial: bool) -> Score:
 
 
 def _modules_of(truth: Any) -> set[str]:
-    """Return the modules that a task's tests import, or nothing if the ground truth is unreadable.
+    """Return the modules that the tests of a task import. The result is empty if the ground truth is
+    unreadable.
 
-    Another check reports an unreadable ground truth.
+    Another check reports such a ground truth.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # the text may not be code
@@ -123,7 +125,7 @@ def _modules_of(truth: Any) -> set[str]:
 
 
 def _modules_away(names: Sequence[str], given: Mapping[str, Any]) -> list[str]:
-    """Return the modules that programs cannot import with the arguments `given`.
+    """Return which of the modules `names` programs cannot import with the arguments `given`.
 
     Returns an empty list if no program can run at all, because another check reports that.
     """

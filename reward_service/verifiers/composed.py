@@ -1,4 +1,5 @@
-"""Rewards made of other values: `environment` uses the workflow's rewards, and `weighted` uses other rewards.
+"""Rewards that are composed of other values: `environment` uses the rewards that the workflow recorded, and
+`weighted` uses other rewards.
 
     reward:
       name: weighted
@@ -9,9 +10,9 @@
           - {name: overlong, weight: 1.0, args: {limit: 4096, buffer: 512}}
 
 The score of `weighted` is the sum of weight * score. The components are the scores of the parts by name, and
-the parts' own components as `part.component`. If a part has no score, the whole has none and gets the part's
-verdict. If the answer prevented its own judgement by a part, that part counts 0. If a part also has rewards
-of segments, agents or units, they are weighted and added too.
+the parts' own components as `part.component`. If a part has no score, `weighted` has none either and returns
+the part's verdict. If a part could not judge the answer through the answer's own fault, that part counts 0.
+Rewards of segments, agents or units that parts return are weighted and added too.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ ENVIRONMENT_REWARD = "reward"
 def environment(given: RewardInput, _: NoArguments) -> Score | Abstain:
     """Return the episode's own reward (`ctx.reward(value)`), or the sum of its segments' rewards.
 
-    The sum counts if the workflow set only rewards of segments. Other named rewards are the components.
-    Nothing is judged here. An episode without any reward gets an `Abstain` and not 0.
+    The sum is used if the workflow recorded only rewards of segments. Rewards with other names become
+    components. The text of the answer is not judged. An episode without any reward gets an `Abstain`, not a
+    score of 0.
     """
     episode = given.episode
     named = dict(episode.header.rewards)
@@ -62,7 +64,7 @@ def environment(given: RewardInput, _: NoArguments) -> Score | Abstain:
 
 
 def _check_environment(job: JobConfig, _: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-    """Yield a mistake if the workflow is known to record no reward."""
+    """Yield a mistake if it is certain that the job's workflow records no reward."""
     workflow, arguments = job.rollout.workflow, job.rollout.workflow_args
     records = getattr(WORKFLOWS.known(workflow), "records_reward", None)
     if records is not None and not records(arguments):
@@ -96,11 +98,11 @@ class WeightedPart(Section):
     weight: float = 1.0
     """Factor of its score."""
     label: str | None = Field(default=None, min_length=1)
-    """Its name among the components. Needed if two parts have the same reward."""
+    """Name of the part among the components. It is required if two parts use the same reward."""
 
     @property
     def known_as(self) -> str:
-        """Return the label, else the name. The name of `path.py:f` is `f`."""
+        """Return the label, or else the name of the reward, which is `f` for `path.py:f`."""
         return self.label or self.name.rpartition(":")[2]
 
     def load(self) -> Callable[[RewardInput], Any]:
@@ -122,7 +124,7 @@ class WeightedArguments(Section):
 
     @staticmethod
     def rewards_inside(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-        """Yield the places, names and arguments of rewards in unchecked arguments."""
+        """Yield the place, name and arguments of each reward inside arguments that are not checked yet."""
         parts = arguments.get("parts")
         for index, part in enumerate(parts if isinstance(parts, list | tuple) else ()):
             given = part.get("args", {}) if isinstance(part, Mapping) else None
@@ -139,7 +141,7 @@ def _load_parts(arguments: WeightedArguments) -> None:
 async def weighted(given: RewardInput, arguments: WeightedArguments) -> Verdict:
     """Return the weighted sum as a `Score`, or the first verdict of a part without a score.
 
-    A part that raises fails as it would by itself.
+    If a part raises an error, the result is the same as for that reward alone.
     """
     scores: list[tuple[WeightedPart, Score]] = []
     for part in arguments.parts:
@@ -191,7 +193,8 @@ def _loaded(name: str, args_text: str) -> Callable[[RewardInput], Any]:
 def _sum_of_parts(valued: Sequence[tuple[float, Parts]]) -> Parts | None:
     """Return the weighted sum of the parts' rewards of segments, agents and units.
 
-    The number of units is the longest list's. The pool compares it with the episode.
+    The list of units is as long as the longest list of a part. The pool checks its length against the
+    episode.
     """
     if not valued:
         return None

@@ -1,9 +1,11 @@
-"""Equality of two pieces of maths: structure by structure, numbers exactly, formulas by value.
+"""Equality of two pieces of maths. Structures are compared part by part, numbers exactly, and formulas by
+value.
 
 Ordered objects (points, intervals, matrices) must agree in order and brackets. Unordered objects (sets,
-several solutions) may have any order. Words, and letters in an order, must agree letter by letter. `x = 5`
-equals `5`. `50 %` equals `0.5`, and it equals `50` if only one side has the sign. A unit may be missing. Two
-units must be the same. `formulas` compares texts of different form.
+several solutions) may have any order. Words, and letters whose order matters (such as `ABC` for a triangle),
+must agree letter by letter. `x = 5` equals `5`. `50 %` equals `0.5`, and it equals `50` if only one side has
+the sign. A unit may be missing on one side, but two units must be the same. If two formulas are written
+differently, `formulas.py` compares their values.
 """
 
 from __future__ import annotations
@@ -42,11 +44,12 @@ MATRIX_KINDS = {"p": "", "b": "", "B": "set", "v": "determinant", "V": "norm"}
 BRACKET_KINDS = {None: "", "(": "", "[": "", "|": "determinant", r"\|": "norm", r"\{": "set"}
 IN_WORDS = re.compile(r"\\text\s*\{([^{}]*)\}")
 WORDY = re.compile(r"(?<![^\s(])[^\W\d_]{3,}(?![^\s).,!?'’-])")
-"""A word: letters by themselves, not beside a digit or an operator."""
+"""Pattern for a word: letters that are not next to a digit or an operator."""
 LETTERS_ALONE = re.compile(r"(?:[^\W\d_]|[\s.'’()])+")
 SEQUENCE = re.compile(r"[A-Z](?:\s*-\s*[A-Z]){2,}")
 LABEL = re.compile(r"[a-zA-Z]+\d[a-zA-Z\d]*")
-"""Letters before digits, as on a board or a seat. A product has another form."""
+"""Pattern for a label of letters and then digits, as for a chess square or a seat. A product is written
+differently."""
 PRODUCT = re.compile(r"\\(?:cdot|times)(?![a-zA-Z])|[\s{}()*]")
 NUMBER_IN_WORDS = re.compile(r"\\text\s*\{[^{}]*\d")
 LETTERS = re.compile(r"[^\W_]+", re.UNICODE)
@@ -67,7 +70,7 @@ MORE = re.compile(
     r"|to|(?:R|r)ightarrow|implies|iff|langle|rangle|lor|vee|land|wedge|n?mid|subset|subseteq|supset|ni|mp"
     r"|forall|exists)(?![a-zA-Z])"
 )
-"""Signs that change a value. If only the answer has one, it is a different answer."""
+"""Pattern for signs that change a value. If only the answer has one, it is a different answer."""
 NOT_STRICT = (r"\le", r"\ge")
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\lt": r"\gt", r"\gt": r"\lt"}
 UNION = re.compile(r"\\cup(?![a-zA-Z])")
@@ -118,7 +121,8 @@ def same(truth: str, answer: str, tolerance: Fraction, depth: int = 0) -> bool:
 
 
 def _words(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | None:
-    """Return whether words, and letters in an order, agree letter by letter, or None if both are maths."""
+    """Return whether words, and letters whose order matters, agree letter by letter. Return None if both
+    texts are maths."""
     bodies = quantity(truth).body, quantity(answer).body
     if not any(map(_in_letters, bodies)):
         return None
@@ -129,7 +133,7 @@ def _words(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | N
 
 
 def _in_letters(text: str) -> bool:
-    """Return whether the text is words or letters in an order, but not a list of them."""
+    """Return whether the text consists of words, or of letters whose order matters, and is not a list."""
     if "," in text or ";" in text:
         return False
     alone = len(_as_words(text)) > 1 and LETTERS_ALONE.fullmatch(IN_WORDS.sub(r"\1", text))
@@ -137,7 +141,8 @@ def _in_letters(text: str) -> bool:
 
 
 def _says_more(truth: str, answer: str) -> bool:
-    """Return whether the answer denies or compares and the truth does not. The parser ignores such signs."""
+    """Return whether the answer has a sign of denial or comparison that the truth lacks. This is checked here
+    because the parser ignores such signs."""
     if not set(MORE.findall(answer)) <= set(MORE.findall(truth)):
         return True
     is_a_set = truth[:1] in ("(", "[", "{") or truth.startswith(r"\{") or UNION.search(truth)
@@ -145,7 +150,7 @@ def _says_more(truth: str, answer: str) -> bool:
 
 
 def _without_name(truth: str, answer: str, tolerance: Fraction, depth: int) -> tuple[str, str]:
-    """Return both texts without an `x =` that only one has or that both have."""
+    """Return both texts without the name in `x = …`, if only one of them has it or both have the same."""
     truth, answer = _by_names(truth), _by_names(answer)
     wanted, given = ASSIGNED.match(truth), ASSIGNED.match(answer)
     others = wanted and given and wanted[1].replace(" ", "") != given[1].replace(" ", "")
@@ -174,7 +179,8 @@ def _by_names(text: str) -> str:
 
 
 def _in_their_order(names: str) -> bool:
-    """Return whether a tuple of names is ordered, such as `(x,y)`. A single name is."""
+    """Return whether names are written as an ordered tuple, such as `(x,y)`. A single name counts as
+    ordered."""
     listed = [name.strip() for name in names.strip("()").split(",")]
     return not names.startswith("(") or listed == sorted(listed)
 
@@ -182,8 +188,8 @@ def _in_their_order(names: str) -> bool:
 def _result(answer: str, tolerance: Fraction, depth: int, *, named: bool = False) -> str:
     """Return the last value of a calculation (`2 + 3 = 5`) or of a statement (`x + y = 5`).
 
-    Return the answer unchanged if an earlier value differs. An equation in one unknown (`|x| = 5`) also stays
-    unchanged, unless it follows a name as in `A = r^2 = 9`.
+    Return the answer unchanged if its earlier values differ from the last one. An equation in one unknown
+    (`|x| = 5`) also stays unchanged, unless it follows a name as in `A = r^2 = 9`.
     """
     *before, last = (part.strip() for part in answer.split("="))
     value, decimals = number(quantity(last).body), DECIMALS.search(last)
@@ -201,7 +207,8 @@ def _result(answer: str, tolerance: Fraction, depth: int, *, named: bool = False
 
 
 def _quantities(truth: Quantity, answer: Quantity, tolerance: Fraction) -> bool | None:
-    """Return whether the values are equal if both are numbers. Returns False for different units."""
+    """Return False for different units. Otherwise return whether the values are equal, or None unless both
+    are numbers or ratios."""
     if len({truth.unit, answer.unit} - {""}) > 1:
         return False
     wanted, given = number(unwrapped(truth.body)), number(unwrapped(answer.body))
@@ -252,7 +259,7 @@ def _matrices(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool 
 
 
 def _cells(text: str) -> tuple[str, list[list[str]]] | None:
-    """Return the kind of a matrix and its cells. With round or square brackets the kind is empty."""
+    """Return the kind of a matrix and its cells. The kind is empty for round and square brackets."""
     match = MATRIX.fullmatch(text.strip())
     if match is None or r"\begin" in match[4]:
         return None
@@ -264,7 +271,7 @@ def _cells(text: str) -> tuple[str, list[list[str]]] | None:
 
 
 class Region(NamedTuple):
-    """Numbers that a relation, an interval, a union or a set builder allows."""
+    """The set of numbers that a relation, an interval, a union or a set builder describes."""
 
     unknown: str
     """Name of the unknown, or empty."""
@@ -272,7 +279,7 @@ class Region(NamedTuple):
 
 
 def _region(text: str) -> Region | None:
-    """Return the region that a text names, or None if it has neither unknown nor union."""
+    """Return the region that a text describes, or None if the text has neither an unknown nor a union."""
     text = text.strip()
     if match := BUILDER.fullmatch(text):
         unknown, rest = match[1], match[3].strip()
@@ -322,7 +329,8 @@ def _interval(text: str) -> tuple[str, list[str]]:
 
 
 def _parts(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | None:
-    """Compare lists, sets, points and intervals. Returns None if neither text is one of these."""
+    """Return whether two lists, sets, points or intervals are equal, or None if neither text is one of
+    these."""
     wanted, given = _split(truth), _split(answer)
     if wanted is None and given is None:
         return None
@@ -351,8 +359,8 @@ def _parts(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | N
 def _in_order(parts: Bracketed, others: Bracketed) -> Bracketed:
     """Return named parts as a point in the order of their names (Greek names keep their order).
 
-    A bare list that is compared with them also becomes a point. `x_1` and `x_2` are solutions in any order,
-    unless the other side is a point.
+    A list without brackets and names also becomes a point if the other side has named parts. `x_1` and `x_2`
+    are solutions in any order, unless the other side is a point.
     """
     several = len({name.partition("_")[0] for name in parts.names or others.names}) == 1
     if not parts.names:
@@ -366,7 +374,7 @@ def _in_order(parts: Bracketed, others: Bracketed) -> Bracketed:
 
 
 def _matched(wanted: list[str], given: list[str], tolerance: Fraction, depth: int) -> bool:
-    """Return whether each part equals one of the others, in any order."""
+    """Return whether each part equals a different one of the other parts, in any order."""
     left = [item.strip() for item in given]
     for item in wanted:
         if (found := next((one for one in left if same(item.strip(), one, tolerance, depth)), None)) is None:
@@ -421,7 +429,7 @@ def _at_commas(text: str) -> list[str]:
 
 
 def _as_words(text: str) -> str:
-    """Return the letters of an answer in words, without case, or an empty text for maths."""
+    """Return the letters of an answer that consists of words, in lower case, or an empty text for maths."""
     words = IN_WORDS.sub(r"\1", text).strip()
     bare = words.strip("() .")
     lengths = {min(len(word), 2) for word in bare.split()}

@@ -4,9 +4,9 @@ Rational numbers are compared exactly. Other numbers are computed with more and 
 or the digit limit is reached. Formulas with unknowns are equal if they have the same value at every sample
 point at which both are defined as real numbers. An unreadable formula equals nothing.
 
-Too costly formulas raise `TooCostly` before sympy computes anything. These limits cover work outside Python
-code and memory. The caller limits the time of all other work. The libraries are imported at the first
-comparison that needs them, or by `preload`.
+Too costly formulas raise `TooCostly` before sympy computes anything. These limits exist because memory and
+work in C functions cannot be limited later. The caller limits the time of all other work. The libraries are
+imported at the first comparison that needs them, or by `preload`.
 """
 
 from __future__ import annotations
@@ -44,22 +44,24 @@ NAME = re.compile(
     r"|\\(?:text|begin|end)\s*\{[^{}]*\}|_\s*\{[^{}]*\}|\\[a-zA-Z]+"
     r"|(?P<word>[a-zA-Z]{4,})|(?P<capitals>[A-Z](?:\s*[A-Z])+)"
 )
-"""Letters in an order (`\\angle ABC`, `AB`, `left`), and texts that the search for them skips."""
+"""Pattern for letters whose order matters (`\\angle ABC`, `AB`, `left`), and for texts that the search for
+them must skip."""
 CROSS = re.compile(r"\\vec\s*\{([a-zA-Z]+)\}\s*\\times\s*\\vec\s*\{([a-zA-Z]+)\}")
 
 NESTED_CROSS = re.compile(r"\\vec\s*\{[a-zA-Z]+\}\s*\\times|\\times\s*\\vec")
 
 
 def preload() -> None:
-    """Import the libraries and build the parser's tables. This takes a second, best before the first call."""
+    """Import the libraries and build the parser's tables. This takes about a second, so it should happen
+    before the first call."""
     same_formula("x+1", "1+x")
 
 
 def same_formula(truth: str, answer: str, tolerance: Fraction = Fraction(0)) -> bool:
     """Return whether both formulas are equal. Raises `TooCostly`.
 
-    `tolerance` is relative. It applies if the truth is a number but not an integer, and either text has a
-    decimal.
+    `tolerance` is relative. It applies only if the truth is a number but not an integer, and at least one of
+    the texts contains a decimal.
     """
     if max(len(truth), len(answer)) > LONGEST or (COMPUTED.search(answer) and LONG_NUMBER.search(answer)):
         raise TooCostly("the formula is too long, or computes something of many digits")
@@ -92,7 +94,8 @@ def _forget() -> None:
 
 @functools.lru_cache(maxsize=256)
 def _parsed(text: str) -> Any:
-    """Return the formula as a sympy object, with `i` as the root of -1. Raises errors of any kind."""
+    """Return the formula as a sympy object, in which `i` is the root of -1. It may raise errors of any
+    type."""
     import sympy
 
     text = BEFORE_TIMES.sub(r"\\\1(\2) ", IN_DEGREES.sub(r"\\\1(\\frac{\2\\pi}{180})", text))
@@ -111,7 +114,7 @@ def _parsed(text: str) -> Any:
 
 @functools.cache
 def _parser() -> Any:
-    """Return the parser. It drops no unit and distinguishes `A` from `a`."""
+    """Return the parser. It keeps units and distinguishes `A` from `a`."""
     from latex2sympy2_extended import NormalizationConfig, latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
@@ -121,13 +124,14 @@ def _parser() -> Any:
 
 
 def _as_one_symbol(match: re.Match[str]) -> str:
-    """Return ordered letters as one symbol. They would otherwise be read as a product, which has no order."""
+    """Return letters whose order matters as one symbol. Otherwise they would be read as a product, in which
+    the order does not count."""
     letters = match["marked"] or match["word"] or match["capitals"]
     return match[0] if letters is None else f" Q_{{0{match['mark'] or ''}{''.join(letters.split())}}} "
 
 
 def _cross_product(match: re.Match[str]) -> str:
-    """Return the product of two vectors as one symbol, with the sign of their order."""
+    """Return the cross product of two vectors as one symbol, with the sign that follows from their order."""
     first, second = sorted((match[1], match[2]))
     return f"({'' if first == match[1] else '-'}Q_{{1{first}x{second}}})" if first != second else "(0)"
 
@@ -136,7 +140,8 @@ def _cross_product(match: re.Match[str]) -> str:
 
 
 def _bounded(formula: Any) -> bool:
-    """Return whether the formula stays small during computation: no huge number, tree or expanded product."""
+    """Return whether the formula stays small while it is computed, without a huge number, tree or expanded
+    product."""
     import sympy
 
     costly = sympy.Sum | sympy.Product | sympy.Integral | sympy.Limit | sympy.Derivative
@@ -147,9 +152,9 @@ def _bounded(formula: Any) -> bool:
 
 
 def _bits(node: Any, unknown: float = 1.0) -> float:
-    """Return a bound of the binary digits of any intermediate number, without computing the formula.
+    """Return an upper bound of the binary digits of any intermediate number, without computing the formula.
 
-    Unknowns have `unknown` digits.
+    Unknowns count as numbers of `unknown` digits.
     """
     import sympy
 
@@ -171,7 +176,8 @@ def _bits(node: Any, unknown: float = 1.0) -> float:
 
 
 def _size(part: Any, unknown: float) -> float:
-    """Return the size of an exponent or argument, at least 1, or infinity if it must first be computed."""
+    """Return the size of an exponent or argument, at least 1. Return infinity if it would have to be computed
+    first."""
     if part.free_symbols and unknown <= 1:
         return 1.0
     bits = _bits(part, unknown)
@@ -305,7 +311,7 @@ def _same_value(wanted: Any, given: Any, tolerance: Fraction) -> bool:
 
 
 def _exact(formula: Any) -> Any:
-    """Return the formula with fractions instead of decimals, computed as far as possible without rounding.
+    """Return the formula with fractions instead of decimals, computed as far as is possible without rounding.
 
     Values of unknown functions become symbols.
     """
@@ -319,7 +325,8 @@ def _exact(formula: Any) -> Any:
 
 
 def _real_root(power: Any) -> Any:
-    """Return an odd root of a negative number as a real root, as in schools, and anything else unchanged."""
+    """Return an odd root of a negative number as a real root, as schools teach it, and any other value
+    unchanged."""
     import sympy
 
     base, exponent = power.args
@@ -340,9 +347,9 @@ def _points(unknowns: int) -> Iterator[list[Any]]:
 
 
 def _agree(wanted: Any, given: Any, point: dict[Any, Any], slack: Fraction = Fraction(0)) -> bool | None:
-    """Return whether both have the same value at a point.
+    """Return whether both formulas have the same value at a point.
 
-    Returns None if one of them is undefined, not real or too large to compute.
+    Returns None if one of the values is undefined, not real or too large to compute.
     """
     import sympy
 
@@ -364,9 +371,9 @@ def _agree(wanted: Any, given: Any, point: dict[Any, Any], slack: Fraction = Fra
 
 
 def _value(formula: Any, point: dict[Any, Any], digits: int) -> Any:
-    """Return the value to 15 digits, computed with as many digits as necessary.
+    """Return the value of a formula to 15 digits, computed with as many digits as necessary.
 
-    Returns 0 if `digits` cannot distinguish it from 0, and None if it is undefined.
+    Returns 0 if the value cannot be distinguished from 0 with `digits` digits, and None if it is undefined.
     """
     import sympy
 
@@ -380,7 +387,8 @@ def _value(formula: Any, point: dict[Any, Any], digits: int) -> Any:
 
 
 def _defined(formula: Any, point: dict[Any, Any]) -> bool:
-    """Return whether the formula takes no root and no logarithm of a negative number."""
+    """Return whether the formula is real, which means that it has no root or logarithm of a negative
+    number."""
     import sympy
 
     return all(

@@ -1,6 +1,6 @@
-"""Conversion of maths to one notation: LaTeX variants, Unicode signs, and the place of maths in a text.
+"""Search for maths in a text, and its conversion from variants of LaTeX and Unicode signs to one notation.
 
-Pure and linear in the text's length. Nothing is evaluated here.
+The module is pure, and its cost is linear in the length of the text. Nothing is evaluated here.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ BECAUSE = re.compile(r",? (?:because|since|as|so|which|when|where|after|for|give
 
 
 def tidy(text: str) -> str:
-    """Return the maths in `text` in one notation, without the signs of its beginning and end."""
+    """Return the maths in `text` in one notation, without the signs that mark its beginning and end."""
     text = one_spaced(_in_ascii(text))
     for _ in range(MOST_WRAPPINGS):
         text = boxed(text) or text
@@ -143,7 +143,7 @@ def tidy(text: str) -> str:
 
 
 def _in_ascii(text: str) -> str:
-    """Return the text with LaTeX instead of Unicode signs."""
+    """Return the text with LaTeX commands in place of Unicode signs."""
     if text.isascii():
         return text
     text = VULGAR.sub(lambda match: FRACTION_SIGN.sub(r"\\frac{\1}{\2}", _compatible(match[0])), text)
@@ -160,13 +160,14 @@ def _compatible(signs: str) -> str:
 def one_spaced(text: str) -> str:
     """Return the text with one space for each run of white space.
 
-    TeX reads it the same way, and no pattern has to backtrack over a run.
+    The text means the same to TeX, and no pattern has to backtrack over a run.
     """
     return " ".join(text.split())
 
 
 def formulas(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the end and the text of each formula between `$…$`, `$$…$$`, `\\(…\\)` or `\\[…\\]`, in order."""
+    """Yield the end position and the text of each formula in `$…$`, `$$…$$`, `\\(…\\)` or `\\[…\\]`, in
+    order."""
     position = 0
     unclosed: set[str] = set()
     while (sign := MATHS_SIGN.search(text, position)) is not None:
@@ -194,8 +195,8 @@ def undollared(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """Return the text without braces around the whole, or round brackets around the whole if it has no
-    comma."""
+    """Return the text without braces around the whole text. Round brackets around it are removed too, unless
+    it has a comma."""
     for _ in range(MOST_WRAPPINGS):
         if text.startswith("{") and closing(text, 0) == len(text) - 1:
             text = text[1:-1].strip()
@@ -208,7 +209,7 @@ def unwrapped(text: str) -> str:
 def last_maths(text: str) -> str | None:
     """Return the last formula or number of a text without a marked answer, or None if it has neither.
 
-    Of the last formula and the last number, the one that comes later counts.
+    If the text has both, the one that comes later counts.
     """
     formula, number = deque(formulas(text), maxlen=1), last_match(NUMBER, text)
     if formula and (number is None or number.end() <= formula[0][0]):
@@ -224,9 +225,9 @@ def said_maths(sentence: str) -> str:
 
 
 def one_bracket(text: str, opening: str = "(", ending: str = ")") -> bool:
-    """Return whether the text's last character closes its first bracket.
+    """Return whether the last character of the text closes the bracket at its beginning.
 
-    Any of `ending` may close any of `opening`, as in half-open intervals.
+    Any bracket of `ending` may close any bracket of `opening`, as in half-open intervals.
     """
     depth = 0
     for index, character in enumerate(text):
@@ -288,7 +289,7 @@ _LENGTHS = frozenset(("mm", "cm", "dm", "m", "km", "inch", "ft", "yd", "mi"))
 _TIMES = frozenset(("ms", "s", "min", "h", "day", "week"))
 _DROPPED = "st nd rd th sq cu ha mol eV rpm mpg ppm yr pt px dB kWh kcal cal gal qt pct"
 DROPPED = frozenset(_DROPPED.split())
-"""Units and endings that are known but not compared: they may be left out or differ."""
+"""Known units and endings that are not compared: answer and truth may differ in them."""
 LONG_NAMES = {
     "millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm", "decimeter": "dm",
     "meter": "m", "metre": "m", "kilometer": "km", "kilometre": "km", "in": "inch", "inche": "inch",
@@ -303,7 +304,7 @@ LONG_NAMES = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """A text without its unit and percent sign, with both."""
+    """A text that was split into its body, its unit and its percent sign."""
 
     body: str
     unit: str = ""  # empty for no unit, or an unknown one
@@ -339,7 +340,8 @@ def _measured(text: str) -> Quantity:
 def _names_a_unit(words: str) -> bool:
     """Return whether `words` are known units or names of things.
 
-    Other letters must stay. They are variables, constants, a list, a count, or a hint at another answer.
+    Other letters must stay in the text, because they may be variables, constants, a list, a count, or a hint
+    at another answer.
     """
     if any(unicodedata.numeric(sign, None) is not None or sign in NO_UNIT for sign in words) or hedged(words):
         return False
@@ -353,8 +355,7 @@ def _names_a_unit(words: str) -> bool:
 
 
 def _is_a_thing(word: str) -> bool:
-    """Return whether letters are a word of a language, and not a product of variables such as `abc` or
-    `xyz`."""
+    """Return whether the letters are a word, and not a product of variables such as `abc` or `xyz`."""
     spoken = THING.fullmatch(word) or not word.isascii()
     product = len(word) <= 4 and {*word} <= VARIABLES
     return bool(spoken) and not product and word.lower() not in NAMES_IN_MATHS
@@ -363,7 +364,7 @@ def _is_a_thing(word: str) -> bool:
 def unit_of(words: str, power: str | None = None) -> str:
     """Return the short name of the unit in `words`, or an empty text for others.
 
-    Known are single units (`kg`), their powers (`square meters`), and speeds (`km/h`)."""
+    Known units are single units (`kg`), their powers (`square meters`), and speeds (`km/h`)."""
     words = " ".join(words.replace(" per ", "/").replace("²", "^2").replace("³", "^3").split()).strip(". ")
     for prefix, exponent in (("square ", "2"), ("sq ", "2"), ("sq. ", "2"), ("cubic ", "3"), ("cu ", "3")):
         if words.startswith(prefix):
@@ -394,7 +395,7 @@ def number(text: str) -> Fraction | None:
 
 
 def is_decimal(text: str) -> bool:
-    """Return whether the number has a decimal point or an exponent, and so may have been rounded."""
+    """Return whether the number has a decimal point or an exponent, so that it may have been rounded."""
     return "." in text or "e" in text.lower()
 
 

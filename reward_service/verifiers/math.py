@@ -1,9 +1,9 @@
 """`math`: the answer is mathematically equal to the ground truth.
 
-`answers.py` has the places of the answer (`where`). In a response without a marked answer, the last formula
-or number counts. `equality.py` defines equality. An answer is wrong (0) if it cannot be read, is too large to
-compute, or takes longer than `budget_s` to compare. Comparing takes a millisecond for numbers and some tens
-for formulas.
+`answers.py` defines the places of the answer (`where`), and `equality.py` defines equality. In a response
+without a marked answer, the last formula or number counts. An answer is wrong (score 0) if it cannot be read,
+is too large to compute, or takes longer than `budget_s` to compare. A comparison takes about 1 ms for numbers
+and some tens of milliseconds for formulas.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class MathArguments(Section):
 def math(given: RewardInput, arguments: MathArguments) -> Score | Abstain:
     """Return 1 if the answer is right, else 0.
 
-    Component `answered` is 1 if there was an answer. Component `too_costly` is 1 for an answer that was not
-    compared with every ground truth, because that would exceed `budget_s` or the size limit of numbers. It is
-    absent otherwise. If the ground truth is a list, any of its texts is right. Raises `ValueError` for an
-    empty list, and for a ground truth of another type, because the task is wrong and not the model.
+    The component `answered` is 1 if there was an answer. The component `too_costly` is 1 if the answer was
+    not compared with every ground truth, because that would exceed `budget_s` or the size limit of numbers.
+    Otherwise this component is absent. If the ground truth is a list, an answer is right if it equals any of
+    its texts. Raises `ValueError` for an empty list, and for a ground truth of another type, because then the
+    task is wrong, not the model.
     """
     stated = given.ground_truth if isinstance(given.ground_truth, list) else [given.ground_truth]
     truths = [tidy(text) for truth in stated for text in accepted(truth)]
@@ -65,7 +66,7 @@ def math(given: RewardInput, arguments: MathArguments) -> Score | Abstain:
 
 
 def find(response: str, where: Where = "any") -> str | None:
-    """Return the tidied answer in a response, or None."""
+    """Return the answer in a response, in the notation of `latex.py`, or None if there is none."""
     tail = spoken(response)[-LAST_CHARACTERS:]
     last = last_match(BOX, tail)
     if last is not None and tail[last.end()] == "{" and closing(tail, last.end()) is None:

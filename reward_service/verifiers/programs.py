@@ -1,7 +1,8 @@
-"""Fenced blocks of a response, and the choice of the program among them.
+"""Search for fenced blocks in a response, and the choice of the program among them.
 
-All rewards of programs share this module. It is pure, and linear in the response's length. Blocks follow
-CommonMark, including blocks in lists and quotes. Thoughts are left out (`answers`).
+All rewards for programs share this module. It is pure, and its cost is linear in the length of the response.
+Blocks are parsed as in CommonMark, including blocks in lists and quotes. Blocks in thoughts do not count (see
+`answers.py`).
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from areal_async.models.answers import spoken
 from reward_service.verifiers.cases import DEFINITIONS
 
 CONTAINER = r"(?P<before>[ \t]*+(?:(?:>|(?:[-*+]|\d{1,9}[.)])[ \t])[ \t]*+)*+)"
-"""White space, and markers of lists and quotes, before a fence."""
+"""Pattern for white space and for markers of lists and quotes before a fence."""
 OPENING = re.compile(
     rf"^{CONTAINER}(?P<fence>`{{3,}}+|~{{3,}}+)[ \t]*+(?P<tag>[A-Za-z0-9_+#.-]*+)[^<`\n]*+$", re.MULTILINE
 )
-"""Opening fence. All quantifiers are possessive, so a line is read only once."""
+"""Pattern for an opening fence. All quantifiers are possessive, so that a line is read only once."""
 IN_LINE = re.compile(r"(?<=\S)[ \t]++(```[A-Za-z0-9_+#.-]++)$", re.MULTILINE)
-"""A fence after other text on its line, as some models write it."""
+"""Pattern for a fence after other text on its line, as some models write it."""
 LONGEST = 200_000  # characters at the end of a response that are searched for blocks
 DEEPER = 3  # columns by which a closing fence may be indented deeper than the opening one
 QUOTED = re.compile(r"^[ \t]*+>[ \t]?", re.MULTILINE)
 CONSOLE = re.compile(r"\s*(?:>>>|\$|In ?\[\d*\]:)(?:\s|$)")
-"""The beginning of a console session, which shows a program in use but is not a program."""
+"""Pattern for the beginning of a console session, which shows how a program is used but is not a program."""
 PYTHON = re.compile(r"(?:.*\.)?(?:python|py|pypy|cpython)(?:[-_.]?\d[\d.]*)?")
-"""Tag of a Python program, possibly with a version or as a file name."""
+"""Pattern for the tag of a Python program, possibly with a version or as a file name."""
 LOOKS_LIKE = re.compile(r"[\w\])]\s*\(|\b(?:def|class|import|lambda)\b")
-"""Text that every Python program has, and that an example of output rarely has."""
+"""Pattern for text that is in every Python program, but rarely in an example of output."""
 ACTIVE = (*DEFINITIONS, ast.Call, ast.Lambda)
 
 
@@ -69,7 +70,8 @@ def blocks(response: str) -> list[Block]:
 
 
 def _outside_of(container: str, text: str) -> str:
-    """Return the text of a block without the marks of its quote and the indentation of its list."""
+    """Return the text of a block without the marks of the surrounding quote and the indentation of the
+    surrounding list."""
     if not container:
         return text
     if ">" in container:
@@ -85,14 +87,14 @@ def program_of(response: str | Sequence[Block], *, defines: Collection[str] = ()
 
     Blocks are chosen in this order:
 
-    - among blocks with a tag of Python, the one with the most definitions of the names `defines`, then one
-      that calls or defines anything, then the last
+    - a block with a tag of Python: the one that defines most of the names `defines`; among equals, one that
+      calls or defines anything; among equals, the last
     - the last block without a tag that looks like a Python program
-    - the last block with another tag that looks like one
+    - the last block with another tag that looks like a Python program
     - the last block without a tag
 
-    Console sessions and empty blocks are never programs. The result's `language` is `python` for the first
-    choice, or empty.
+    Console sessions and empty blocks are never programs. The `language` of the result is `python` for the
+    first choice, and otherwise empty.
     """
     found = blocks(response) if isinstance(response, str) else response
     latest = [one for one in reversed(found) if one.text.strip() and not CONSOLE.match(one.text)]
@@ -115,7 +117,8 @@ def _defined(text: str, names: Collection[str]) -> int:
 
 
 def looks_like_python(text: str) -> bool:
-    """Return whether a text may be a Python program, rather than its output or its start command."""
+    """Return whether a text may be a Python program, rather than the output or the start command of a
+    program."""
     if LOOKS_LIKE.search(text) is None:
         return False
     try:

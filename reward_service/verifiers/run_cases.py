@@ -1,8 +1,8 @@
 """The run of a program against the cases of its task, in a sandbox and within a time budget.
 
-A program that passes a limit (CPU and time of a case, `budget_s`, memory, output) is wrong. The limits count
-only its own work. They exclude the creation of jails and waits for a processor on a busy machine. If the
-deadline of the call ends a run, there is no score (`Overloaded`).
+A program that exceeds a limit (CPU time or time of a case, `budget_s`, memory, output) is wrong. The limits
+count only the program's own work. They exclude the creation of jails, and waits for a processor on a busy
+machine. If the deadline of the call ends a run, there is no score (`Overloaded`).
 """
 
 from __future__ import annotations
@@ -53,27 +53,30 @@ class SandboxArguments(Section):
     """The sandbox of programs, and their limits."""
 
     sandbox: Level = "isolated"
-    """`isolated` (docs/sandbox.md): the job is refused if programs cannot be isolated. `none`: programs are
-    plain child processes of the service with all its rights, without protection."""
+    """Isolation of programs (docs/sandbox.md). With `isolated`, a job is refused if its programs cannot be
+    isolated. With `none`, programs are plain child processes of the service. They have all its rights, and
+    nothing protects the machine from them."""
     cpu_s: float = Field(default=2.0, gt=0)
     """CPU time of one case, in seconds."""
     wall_s: float = Field(default=5.0, gt=0)
-    """Time of one case in seconds, without the time that the program waited for a processor."""
+    """Time of one case in seconds, excluding the time that the program waited for a processor."""
     memory_mb: int = Field(default=256, ge=16, le=1 << 24)
     """Memory of all processes of one run."""
     environment: FolderOrName = ""
-    """Python of programs and tests: a virtual environment or an interpreter. Its packages can be imported.
-    Empty: the standard library, and numpy if it is installed beside this project."""
+    """Python for programs and tests: a virtual environment or an interpreter, whose packages can then be
+    imported. If it is empty, they can import the standard library, and numpy if it is installed in this
+    project's environment."""
     processes: int = Field(default=16, ge=2, le=65_536)
     """Processes and threads of one run."""
     budget_s: float = Field(default=8.0, gt=0)
-    """Time in seconds for all cases of one response, counted as `wall_s` and at least the CPU
-    time. Cases that have not run by then have failed. If the reward's `timeout_s` comes first, because the
-    machine is busy or there are many cases, the verdict is the error `overloaded`."""
+    """Time in seconds for all cases of one response. It is counted like `wall_s`, but is at least the CPU
+    time. Cases that have not run by then have failed. If the reward's `timeout_s` passes first, because the
+    machine is busy or there are many cases, the verdict is an error of the kind `overloaded`."""
 
     @staticmethod
     def programs_isolated(arguments: Mapping[str, Any]) -> bool:
-        """Return whether the machine must be able to isolate programs. The check of a job file calls this."""
+        """Return whether the job needs a machine that can isolate programs. The check of a job file calls
+        this."""
         return arguments.get("sandbox") != "none"
 
 
@@ -81,11 +84,11 @@ class Result(msgspec.Struct):
     """The results of the cases."""
 
     passed: list[bool]
-    """One value for each case. It is false for cases that did not run."""
+    """Whether each case has passed. The value is false for cases that did not run."""
     out_of_time: bool = False
     spent_s: float = 0.0
     missing: str = ""
-    """A module that the program imports and its environment lacks."""
+    """Name of a module that the program imports but its environment lacks."""
     level: str = ""
 
     @property
@@ -109,7 +112,7 @@ def prepare_runner(arguments: SandboxArguments) -> None:
 
 
 class Budget:
-    """Time that a program may still take, by its own work and by the clock."""
+    """Time that a program may still take, in its own work and by the clock."""
 
     def __init__(self, arguments: SandboxArguments, cases: int) -> None:
         self._arguments, self._cases = arguments, cases
@@ -155,10 +158,10 @@ def run_cases(
     compare: Compare = "tokens",
     tolerance: float = 1e-6,
 ) -> Result:
-    """Run all cases, or stop at the first failure unless `partial`.
+    """Run the cases. Stop at the first failure unless `partial` is true.
 
-    Raises `SandboxError` (`Overloaded` if the call's deadline came first). Raises `ValueError` for
-    tests that fail or end before they have used the program.
+    Raises `SandboxError`, which is `Overloaded` if the deadline of the call came first. Raises `ValueError`
+    for tests that fail or end before they have used the program.
     """
     sandbox = runner(arguments.sandbox)
     tests = len(cases.calls) + len(cases.codes)
@@ -189,9 +192,10 @@ def run_cases(
 def _outcomes(
     sandbox: Sandbox, source: str, cases: Sequence[StdioCase], budget: Budget
 ) -> Iterator[RunOutcome]:
-    """Yield the outcomes of the cases on demand, with more and more cases per jail.
+    """Run cases on demand, with more and more cases per jail, and yield their outcomes.
 
-    Making a jail costs more than a quick run, and a wrong program fails at its first cases.
+    Later jails run many cases, because making a jail costs more than a quick run. The first run few, because
+    a wrong program usually fails at its first cases.
     """
     done = 0
     while done < len(cases):
@@ -209,7 +213,7 @@ def _outcomes(
 def _run_tests(
     sandbox: Sandbox, source: str, cases: Cases, budget: Budget, tolerance: float, result: Result
 ) -> None:
-    """Run function tests: one run for all of them, with the tests in a jail of their own."""
+    """Run all function tests in one run of the program, with the tests in a separate jail."""
     tests = [_call(case) for case in cases.calls] + [{"code": _marked(one)} for one in cases.codes]
     setup = [_marked(text) for text in cases.setup]
     task = {"entries": cases.entries, "setup": setup, "tests": tests, "tolerance": tolerance}
@@ -263,13 +267,13 @@ MISSING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]{1,100})'", 
 
 
 def missing_module(said: str) -> str:
-    """Return the module that a program could not import, from its errors, or an empty text."""
+    """Return the module that a program could not import, from its standard error, or an empty text."""
     found = MISSING.findall(said[-2000:])
     return found[-1] if found else ""
 
 
 def modules_of(cases: Cases) -> set[str]:
-    """Return the modules that the tests import, by the first part of their names."""
+    """Return the top-level names of the modules that the tests import."""
     found: list[str] = []
     for node in (node for text in (*cases.setup, *cases.codes) for node in ast.walk(ast.parse(text))):
         if isinstance(node, ast.Import):
@@ -286,7 +290,7 @@ print(*(name for name in sys.stdin.read().split() if importlib.util.find_spec(na
 
 
 def modules_away(modules: Collection[str], arguments: SandboxArguments) -> list[str]:
-    """Return the modules that programs and tests cannot import. Raises `SandboxError`."""
+    """Return which of these modules programs and tests cannot import. Raises `SandboxError`."""
     program = Program(
         source=LOOK_FOR,
         environment=arguments.environment,
@@ -301,7 +305,7 @@ def modules_away(modules: Collection[str], arguments: SandboxArguments) -> list[
 
 
 def answers(outcome: RunOutcome) -> list[dict[str, Any]]:
-    """Return the complete lines of the tests' side."""
+    """Return the complete lines of output from the tests' side."""
     found: list[dict[str, Any]] = []
     with contextlib.suppress(ValueError, RecursionError):
         for line in outcome.stdout.splitlines():
@@ -332,7 +336,7 @@ WIDE = decimal.Context(prec=50, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
 
 
 def _same_token(got: str, expected: str, tolerance: float) -> bool:
-    """Return whether the tokens are equal, or close numbers if a decimal is expected.
+    """Return whether two tokens are equal. If a decimal is expected, close numbers count as equal.
 
     `3` is not `3.5`, and `7` is not `7a`.
     """

@@ -1,4 +1,5 @@
-"""Verifiers of texts: `exact_match`, `regex`, `format_tags`, `choice`, and `overlong`, which shapes length.
+"""Verifiers of texts: `exact_match`, `regex`, `format_tags`, `choice`, and `overlong`, which penalizes long
+answers.
 
 If a pattern of `regex` backtracks too long, the search ends after `BUDGET_S` and the answer is wrong. The
 library `regex` supports this limit and reads the syntax of `re`.
@@ -72,9 +73,9 @@ class RegexArguments(Section):
     pattern: str | None = None
     """Pattern in Python's syntax, with flags such as `(?im)`. The default is the ground truth."""
     match: Literal["search", "start", "whole"] = "search"
-    """Place at which the pattern must match."""
+    """Place at which the pattern must match: anywhere, at the start, or the whole text."""
     group: int | str | None = None
-    """Group whose text must equal the ground truth."""
+    """Group of the pattern whose text must equal the ground truth."""
     negate: bool = False
     """Whether the pattern must not match."""
     where: Where | None = None
@@ -99,10 +100,10 @@ class RegexArguments(Section):
 def regex(given: RewardInput, arguments: RegexArguments) -> float | Score | Abstain:
     """Return 1 if the pattern matches, else 0, or the reverse with `negate`.
 
-    With `group`, that group of the last match must equal the ground truth, up to white space. Without an
-    answer at `where` nothing matches. Component `too_costly` is 1 if the search takes too long, and the score
-    is then 0, also with `negate`. It is absent otherwise. Raises `regex.error` for a ground truth that is not
-    a pattern.
+    With `group`, that group of the last match must equal the ground truth, apart from white space. If there
+    is no answer at `where`, the pattern does not match. If the search takes too long, the score is 0, also
+    with `negate`, and the component `too_costly` is 1. Otherwise this component is absent. Raises
+    `regex.error` for a ground truth that is not a pattern.
     """
     pattern, group = arguments.pattern, arguments.group
     if given.ground_truth is None and (pattern is None or group is not None):
@@ -139,18 +140,19 @@ class FormatTagsArguments(Section):
     empty: bool = False
     """Whether a tag may be empty."""
     opened_by_prompt: bool = False
-    """Whether the prompt ends with the first tag. If the prompt is available, it decides this itself."""
+    """Whether the prompt ends with the first tag. It need not be set if the input has the prompt, because
+    then the prompt itself is checked."""
     partial: bool = False
-    """Whether the score is the share of present tags."""
+    """Whether the score is the share of the tags that are present."""
 
 
 @verifier(FormatTagsArguments)
 def format_tags(given: RewardInput, arguments: FormatTagsArguments) -> Score:
     """Return 1 if the response consists of the tags, each once and in order, else 0.
 
-    With `partial`, return the share of the tags that occur once, opened and closed. Component `tags` is that
-    share. The default form is `<think>…</think> <answer>…</answer>`, as in DeepSeek-R1's format reward
-    (2025). Tags must not be nested.
+    With `partial`, return the share of the tags that occur exactly once, opened and closed. The component
+    `tags` is that share. The default form is `<think>…</think> <answer>…</answer>`, as in the format reward
+    of DeepSeek-R1 (2025). Tags must not be nested.
     """
     tags = arguments.tags
     opened = arguments.opened_by_prompt or given.prompt.rstrip().endswith(f"<{tags[0]}>")
@@ -167,7 +169,7 @@ def _once(text: str, tag: str) -> bool:
 
 
 def _in_order(text: str, tags: Sequence[str], *, outside: bool, empty: bool) -> bool:
-    """Return whether each tag begins after the previous one. Every tag occurs once."""
+    """Return whether each tag begins after the end of the previous one. Every tag must occur exactly once."""
     position = 0
     for tag in tags:
         start, end = text.index(f"<{tag}>"), text.index(f"</{tag}>")
@@ -185,7 +187,8 @@ LETTERS = "ABCDEFGHIJ"
 DECORATION = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
 DENIED = re.compile(r"(?:is|was)?\s*(?:n't|not|wrong|incorrect|false)\b|不|错|錯|非|誤|では", re.I)
 IN_WORD = "(?:[^\\W\u3040-\u9fff\uac00-\ud7af]|')"
-"""Part of a word with an option's letter. Chinese, Japanese and Korean words have no blanks between them."""
+"""Pattern for a character that makes a letter next to it part of a word, so that the letter names no option.
+Chinese, Japanese and Korean characters are excluded, because these languages have no blanks between words."""
 IN_A_SENTENCE = r"(?<=[AI])\s(?!(?:is|was|are|or|and|nor|has|can|may|might|could|would)\b)[a-z]"
 """Pattern for text after `A` or `I` as a word of a sentence, which names no option: `A cat`, `I think`."""
 REASON = re.compile(
@@ -193,7 +196,8 @@ REASON = re.compile(
     r"|[,;]?\s*+\b(?:(?:and )?not|rather than|instead of) (?:option )?\(?[A-Z]\)?[.!]?\Z",
     re.DOTALL | re.I,
 )
-"""The reason after a choice. The reason may also mention the other options, or a rejected option."""
+"""Pattern for the reason after a choice. It is cut off, because it may mention other options or a rejected
+one."""
 CHOOSES = r"(?:I(?:['’]ll|['’]d| will| would)? (?:choose|pick|select|go with) )?"
 LONGEST = 2_000
 
@@ -207,7 +211,8 @@ class ChoiceArguments(Section):
 def choice(given: RewardInput, arguments: ChoiceArguments) -> float:
     """Return 1 if the right option was chosen, else 0.
 
-    Raises `ValueError` for a ground truth that is not an option, because the task is wrong.
+    Raises `ValueError` for a ground truth that is not an option, because then the task is wrong, not the
+    model.
     """
     letters = arguments.letters
     options = _options(given.extra_info.get("choices"), letters)
@@ -217,7 +222,7 @@ def choice(given: RewardInput, arguments: ChoiceArguments) -> float:
 
 
 def chosen(stated: str, options: dict[str, str], letters: str = LETTERS) -> str | None:
-    """Return the letter that a stated answer chooses, or None for none or several."""
+    """Return the letter that a stated answer chooses, or None if it chooses none or several."""
     plain = DECORATION.sub(r"\1", folded(stated[:LONGEST])).strip().strip("*$ ").strip()
     for letter, text in options.items():
         if _plain(plain) == _plain(text) != "":
@@ -294,7 +299,7 @@ class OverlongArguments(Section):
 
 @verifier(OverlongArguments)
 def overlong(given: RewardInput, arguments: OverlongArguments) -> float:
-    """Return a number from -1 to 0. An answer that was cut at its length limit counts as longer than
+    """Return a number from -1 to 0. An answer that was cut off at its length limit counts as longer than
     `limit`."""
     if given.truncated:
         return -1.0
@@ -303,9 +308,9 @@ def overlong(given: RewardInput, arguments: OverlongArguments) -> float:
 
 
 def length_of(given: RewardInput, unit: LengthIn) -> int:
-    """Return the number of sampled tokens, words or characters.
+    """Return the length of an answer: the number of sampled tokens, of words, or of characters.
 
-    Raises `ValueError` for tokens of an input that has only texts.
+    Raises `ValueError` for a number of tokens if the input has only texts.
     """
     if unit == "characters":
         return len(given.response)

@@ -1,4 +1,5 @@
-"""HTTP access of agents to the policy: OpenAI's chat API, with every answer recorded as sampled."""
+"""HTTP access of agents to the policy, through OpenAI's chat API. Every answer is recorded exactly as it was
+sampled."""
 
 from rollout_service.gateway.access import Gateway
 from rollout_service.gateway.recording import Session

@@ -1,9 +1,10 @@
-"""The worker's side of the gateway: keys of its episodes, access to the engine, and recording.
+"""The worker's side of the gateway: the keys of episodes, the access to the engine, and the recording of
+answers.
 
 Promises: the gateway's process starts when the first episode needs it, and restarts if it dies. Its address
 stays the same. A session's key works until the session ends and never again. If the process dies, the calls
-in flight are lost. An episode with a lost call fails, because nobody knows which answer its agent received.
-Other episodes continue, with their conversations as new paths.
+in flight are lost. An episode with a lost call fails, because it is unknown which answer its agent received.
+Other episodes continue, but the next call of each conversation begins a new path.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class GatewaySetup(msgspec.Struct, frozen=True):
-    """Set-up of the gateway's process, read from its standard input."""
+    """Set-up of the gateway's process, which reads it from standard input."""
 
     job: str
     name: str
@@ -80,10 +81,10 @@ class GatewaySetup(msgspec.Struct, frozen=True):
     header_s: float = 10.0
     listening_fd: int = -1
     life: int = 0
-    """Number of earlier starts."""
+    """Number of earlier starts of this gateway's process."""
 
     def client(self, service: Side) -> Client:
-        """Return a client of the worker's or the gateway's socket, for the other side."""
+        """Return a client for the socket of the worker or of the gateway, for use by the other side."""
         return Client(
             Address(self._endpoint(service), self.keys.role),
             job=self.job,
@@ -94,7 +95,7 @@ class GatewaySetup(msgspec.Struct, frozen=True):
         )
 
     def server(self, service: Side, handlers: Mapping[type[Any], Handler]) -> Server:
-        """Return the server of the worker's or the gateway's socket."""
+        """Return the server for the socket of the worker or of the gateway."""
         return Server(
             self._endpoint(service),
             service=service,
@@ -128,7 +129,8 @@ class Gateway:
     def __init__(
         self, setup: GatewaySetup, restarts: RestartPolicy = RESTARTS, start: Start = start_process
     ) -> None:
-        """`start` returns a started gateway with the `wait` and `stop` of a `ChildProcess`."""
+        """`start` starts a gateway and returns an object with the methods `wait` and `stop` of a
+        `ChildProcess`."""
         self._setup = setup
         self._restarts = Restarts(restarts)
         self._start_one = start
@@ -147,8 +149,9 @@ class Gateway:
 
     @asynccontextmanager
     async def session(self, episode: Context) -> AsyncIterator[Session]:
-        """Give an episode access until the block ends. Raises `GatewayError` if the port is taken, if the
-        gateway cannot start, or if the record differs from the answers that the agent received."""
+        """Give an episode access until the `async with` block ends. Raises `GatewayError` if the port is
+        taken, if the gateway cannot start, or if the record differs from the answers that the agent
+        received."""
         await self._up()
         session = Session(episode, self._record_of(episode.builder), self._setup.job, self.address)
         self._sessions[session.digest] = session
@@ -190,7 +193,8 @@ class Gateway:
         return record
 
     async def _told(self, request: Any) -> bool:
-        """Return whether the gateway has answered. If it is dead, `_run` handles that."""
+        """Send a request to the gateway, and return whether it has answered. If it is dead, `_run` handles
+        that."""
         if self._client is None:
             return False
         with suppress(PeerGone, RpcTimeout, FaultError):
@@ -254,7 +258,8 @@ class Gateway:
                 session.close()
 
     async def _one_life(self, setup: GatewaySetup) -> tuple[int, float | None]:
-        """Run one gateway. Return its exit status, and the time when it began to serve."""
+        """Run the gateway's process once, until it exits. Return its exit status, and the time when it began
+        to serve."""
         process, served_s = self._start_one(setup), None
         ended = asyncio.ensure_future(process.wait())
         client = setup.client("gateway")

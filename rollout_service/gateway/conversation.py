@@ -1,7 +1,8 @@
-"""Paths of one episode's calls: the recorded answer that a new call continues.
+"""Choice of the recorded answer that a new call of an episode continues.
 
-Promise: the engine continues either the exact ids of a recorded answer, followed by the ids of the new
-messages, or the ids of a completely new rendering. Sampled text on a path is never tokenised again.
+Promise: the engine continues one of two sequences of ids: the exact ids up to a recorded answer, followed by
+the ids of the new messages, or the ids of a completely new rendering. Sampled text on a path is never
+tokenised again.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from rollout_service.workflows.turns import RenderedPrompt, SampledText
 
 Key = bytes
 Root = Literal["new", "history", "template"]
-"""Reason why a path begins. `new`: the conversation contains no recorded answer. `history`: it has assistant
-messages that were not recorded. `template`: the template now renders recorded answers differently."""
+"""Reason why a path begins. `new`: the conversation has no assistant message, or no answer is recorded yet.
+`history`: its last assistant message does not end a recorded conversation. `template`: the template now
+renders recorded answers differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class RecordedAnswer:
     answer: tuple[int, int]
     """Number of its call, and its index among the call's answers."""
     path: Ids
-    """Ids up to and including the answer."""
+    """Ids of the path up to and including the answer."""
     given: RenderedPrompt
     said: SampledText
     tool_ids: tuple[str, ...] = ()
@@ -40,7 +42,7 @@ class RecordedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """Ids for the engine to continue in one call, and their place in the episode."""
+    """Ids that the engine must continue in one call, and their place in the episode."""
 
     ids: Ids
     """All ids, from the root."""
@@ -48,14 +50,14 @@ class CallPlan:
     kind: SegmentKind
     given: RenderedPrompt
     root: Root | None
-    """Reason why this begins a path. None: it continues `parent`."""
+    """Reason why the call begins a path, or None if it continues `parent`."""
     keys: tuple[Key, ...]
     """Keys of the conversation, one per message."""
 
 
 @dataclass(slots=True)
 class ConversationTree:
-    """Recorded answers of one episode, over all its sessions."""
+    """Recorded answers of one episode, of all its sessions."""
 
     template: ChatTemplate
     _turns: dict[Key, list[RecordedAnswer]] = field(default_factory=dict)
@@ -97,8 +99,8 @@ class ConversationTree:
 
 
 def chain(asked: Conversation) -> tuple[Key, ...]:
-    """Return the keys of the conversation before its first message, after it, after the second message, and
-    so on."""
+    """Return the key of each prefix of the conversation: before the first message, after the first message,
+    and so on."""
     start = hashlib.blake2b(
         canonical([asked.tools, asked.template]).encode(errors="surrogatepass"), digest_size=16
     ).digest()
@@ -109,8 +111,8 @@ def chain(asked: Conversation) -> tuple[Key, ...]:
 
 
 def linked(before: Key, message: Message) -> Key:
-    """Return the key after `message`. White space around a text, the spelling of arguments and the ids of
-    tool calls do not count, because clients change them."""
+    """Return the key of a prefix that is extended by `message`. White space around a text, the spelling of
+    arguments and the ids of tool calls do not affect the key, because clients change them."""
     calls = [
         [call["function"]["name"], _arguments(call["function"]["arguments"])]
         for call in message.get("tool_calls", ())
@@ -129,7 +131,7 @@ def _arguments(value: object) -> str:
 
 
 def _best(known: Sequence[RecordedAnswer], message: Message) -> RecordedAnswer:
-    """Return the answer whose tool calls have the ids in `message`, or else the newest answer."""
+    """Return the answer whose tool calls have the ids in `message`, or the newest answer if there is none."""
     ids = tuple(call.get("id", "") for call in message.get("tool_calls", ()))
     same = [turn for turn in known if ids and turn.tool_ids == ids]
     return (same or known)[-1]

@@ -1,4 +1,5 @@
-"""OpenAI's `/v1/chat/completions`: parsing of request bodies, and replies or events for completions."""
+"""OpenAI's `/v1/chat/completions`: parsing of request bodies, and construction of replies and stream
+events."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Ignored request for valid arguments: here the agent sees the model's own text."""
+    """Request that arguments must be valid. It is ignored, because the agent must see the model's own
+    text."""
 
 
 class DeclaredTool(msgspec.Struct):
@@ -119,7 +121,8 @@ class ChatBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatCall:
-    """One call: its body as a request, and its answers as a reply or as events of a stream."""
+    """One call. It parses the body of the request, and formats the answers as a reply or as events of a
+    stream."""
 
     def __init__(self, given: Mapping[str, Any], template: ChatTemplate, most: int) -> None:
         """Raises `ApiError` if the call is invalid, or requests more than `most` answers."""
@@ -214,8 +217,8 @@ def read(given: Mapping[str, Any]) -> ChatBody:
 
 
 def _without_nulls(message: Any) -> Any:
-    """Return a message without its null fields. Clients send back every field of an answer, and most are
-    null."""
+    """Return a message without its null fields. They occur because clients send back every field of an
+    answer, and most are null."""
     if not isinstance(message, dict):
         return message
     return {name: value for name, value in message.items() if value is not None}
@@ -236,7 +239,7 @@ def _refusal(error: str) -> ApiError:
 
 
 def _declared(function: ToolFunction) -> dict[str, Any]:
-    """Return a tool in the form for chat templates."""
+    """Return a tool in the form that chat templates take."""
     parameters = function.parameters
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
@@ -274,7 +277,8 @@ def _text(content: str | Sequence[TextPart] | None) -> str:
 
 
 def _tool_call(call: MessageToolCall) -> dict[str, Any]:
-    """Return a tool call for templates, with its arguments as an object. Invalid JSON stays text."""
+    """Return a tool call in the form that chat templates take, with its arguments as an object. Arguments
+    that are not valid JSON stay text."""
     arguments = call.function.arguments
     try:
         value = load_json(arguments)

@@ -1,8 +1,8 @@
-"""One episode's access to the policy on the worker's side: requests to the engine, and their record.
+"""The worker's side of one episode's access to the policy: the requests to the engine, and their record.
 
 Promise: a call's answers are in the episode if and only if the gateway reports that the agent received all of
-them. They have exactly the ids, log-probs and versions that the engine returned, after exactly the ids that
-it was given.
+them. The recorded answers have exactly the ids, log-probs and versions that the engine returned, and follow
+exactly the ids that the engine was given.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CALLS_FROM = 1 << 48  # First call number for seeds, so that they differ from th
 
 @dataclass(slots=True)
 class RecordedCalls:
-    """Recorded calls of an episode, over all its sessions. It has no reference to the builder."""
+    """Recorded calls of an episode, of all its sessions. It has no reference to the builder."""
 
     episode: int
     calls: int = 0
@@ -58,12 +58,12 @@ class RecordedCalls:
     segments: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """Segment and turn of each answer."""
     prompts: dict[tuple[str, int, bytes], int] = field(default_factory=dict)
-    """Key: policy, the parent's segment (-1 for a root) and the ids after it. Value: the prompt's segment."""
+    """(policy, the parent's segment or -1 for a root, the ids after the parent) → the prompt's segment."""
 
 
 @dataclass(eq=False)
 class _OpenCall:
-    """A call that is not recorded yet."""
+    """A call that has begun and is not recorded yet."""
 
     asked: Sample
     ids: Ids
@@ -111,8 +111,8 @@ class Session:
             self.drop(number)
 
     def interrupted(self, why: Exception) -> None:
-        """Record that the gateway was away while the agent might have called. A failure then is not the
-        agent's fault."""
+        """Record that the gateway was unavailable while the agent might have called it. If the episode then
+        fails, its agent is not at fault."""
         self._episode.trouble = self._episode.trouble or why
 
     # --- a call --------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Session:
             call.work.cancel()
 
     def record(self, sent: RecordCall) -> None:
-        """Add the answers of a call to the episode. This has no await, so an episode contains a call
+        """Add the answers of a call to the episode. The method has no `await`, so an episode contains a call
         completely or not at all."""
         call = self.open.pop(sent.call, None)
         if call is None or self._ended:
@@ -214,7 +214,8 @@ class Session:
 
 
 def digest_of(key: str) -> bytes:
-    """Return the digest for looking up a key. The time of the lookup then reveals nothing about the key."""
+    """Return the digest of a key, for looking it up. With a digest, the duration of the lookup reveals
+    nothing about the key."""
     return hashlib.blake2b(key.encode(errors="replace"), digest_size=16).digest()
 
 
@@ -223,7 +224,8 @@ def bytes_of(arrays: Sequence[np.ndarray[Any, Any]], dtype: Any) -> bytes:
 
 
 async def every(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results. The first error cancels the other coroutines and is raised."""
+    """Run coroutines concurrently and return all results. The first error cancels the other coroutines and is
+    raised."""
     if len(work) == 1:
         return [await work[0]]
     tasks = [asyncio.ensure_future(one) for one in work]

@@ -1,4 +1,4 @@
-"""Conversations and answers of calls, refusals, and JSON from agents and models."""
+"""Data types of calls, answers and refusals, and the parsing of JSON from agents and models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rollout_service.workflows.turns import SampledText
 
 Ids = npt.NDArray[np.int32]
 Message = dict[str, Any]
-"""A message for a chat template: role, content (text), and tool_calls, whose `arguments` are an object."""
+"""A message for a chat template: `role`, `content` (text), and `tool_calls` with their `arguments` as
+objects."""
 
 ENDED = "the episode of this API key has ended"
 
@@ -28,7 +29,7 @@ class GatewayError(ArealError):
 
 
 class ApiError(ArealError):
-    """Refusal of one call. `param` names the invalid field of the body."""
+    """Error that refuses one call. `param` names the invalid field of the body."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -42,7 +43,7 @@ class ApiError(ArealError):
 
 
 def bad(param: str, message: str, *, code: str | None = None) -> ApiError:
-    """Return the refusal of a body, with the field to change."""
+    """Return the refusal of an invalid body, with the field to change."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -65,7 +66,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class SampledChoice:
-    """One answer: the content for the agent, and its sampled units."""
+    """One answer: the content that the agent gets, and its sampled units."""
 
     content: str
     tool_calls: list[dict[str, Any]]
@@ -96,7 +97,7 @@ def load_json(text: str) -> Any:
 
 
 def decode_json(text: str, at: int = 0) -> tuple[Any, int]:
-    """Return the value that begins at `at`, and its end. Raises `ValueError`."""
+    """Return the JSON value that begins at `at`, and the position of its end. Raises `ValueError`."""
     try:
         value, end = _decoder.raw_decode(text, at)
     except RecursionError:

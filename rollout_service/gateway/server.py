@@ -1,12 +1,12 @@
-"""The gateway's process: an HTTP server for agents, and the conversations of their episodes.
+"""The gateway's process: an HTTP server for agents, which keeps the conversations of their episodes.
 
 Promises: it serves only requests with the key of a running episode. Other keys, including keys of ended
-episodes, get 401 with the reason. It contains no engine and no episode. The worker has them, and the gateway
-asks the worker over a socket. The gateway ends when its worker ends. Keys are never logged.
+episodes, get 401 with the reason. Engine and episodes are in the worker, and the gateway sends requests to it
+over a socket. The gateway ends when its worker ends. Keys are never logged.
 
 A call is recorded at one point: after the last byte with content was sent to a client that is still
-connected, and before the empty end of its reply. So a client that has read a whole reply can rely on its
-record. If the client disconnects earlier, the call ends and leaves no trace in the episode.
+connected, and before the empty end of its reply. So once a client has read a whole reply, the answer is
+recorded. If the client disconnects earlier, the call ends and the episode contains nothing of it.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ REMEMBERED_KEYS = 4096  # Ended keys whose refusal still says that they ended
 CONNECTIONS = 1024
 BODIES_AT_ONCE = 64  # Most bodies of maximum length held at a time, or more shorter bodies
 ANSWER_GRACE_S = 60.0
-"""Seconds for an agent to receive an answer that was finished just before its call's deadline."""
+"""Seconds that an agent has to receive an answer that was finished just before the deadline of the call."""
 
 
 class Front:
-    """The gateway with its worker's set-up."""
+    """The gateway's HTTP application, created with the set-up from its worker."""
 
     def __init__(self, setup: GatewaySetup, tokenizers: Mapping[str, Any]) -> None:
         """`tokenizers` are the tokenizers of the setup's models, by name."""
@@ -159,13 +159,14 @@ class Front:
             session.let_go(running)
 
     async def models(self, request: Request, send: Send) -> None:
-        """Serve the list of policies. A job with one policy accepts any model name in calls."""
+        """Serve the list of policies. In a job with one policy, calls may use any model name."""
         names = self._session(request)
         data = [{"id": name, "object": "model", "created": 0, "owned_by": self.job} for name in names]
         await JSONResponse({"object": "list", "data": data})(request.scope, request.receive, send)
 
     def _session(self, request: Request) -> dict[str, AgentCalls]:
-        """Return the session of a request's API key, by policy. Raises `ApiError`."""
+        """Return the session that belongs to a request's API key, as a mapping from policy to its calls.
+        Raises `ApiError`."""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else ""
         name = digest_of(key)
@@ -199,8 +200,8 @@ async def _close(session: Mapping[str, AgentCalls]) -> None:
 
 
 def policy_of(names: Sequence[str], model: object) -> str:
-    """Return the policy for the name `model` in a call. A job with one policy accepts any name. Raises
-    `ApiError`."""
+    """Return the policy for the name `model` in a call. In a job with one policy, any name is accepted.
+    Raises `ApiError`."""
     if len(names) == 1:
         return names[0]
     if not isinstance(model, str) or (name := model.rpartition("/")[2]) not in names:
@@ -213,7 +214,7 @@ def policy_of(names: Sequence[str], model: object) -> str:
 
 
 async def _answered(request: Request, send: Send, gone: asyncio.Future[None], running: RunningCall) -> None:
-    """Send the answers of a call after all are complete, also to a client that asked for a stream."""
+    """Send the answers of a call once all are complete, also if the client has requested a stream."""
     await asyncio.wait((running.task, gone), return_when=asyncio.FIRST_COMPLETED)
     if not running.task.done():
         return
@@ -235,7 +236,8 @@ END = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 def _start(content_type: bytes) -> dict[str, Any]:
-    """Return the start of a response without a length. The reply ends only after its answer is recorded."""
+    """Return the start of a response without a content length. So the reply can end after its answer is
+    recorded."""
     headers = [(b"content-type", content_type), (b"cache-control", b"no-cache")]
     return {"type": "http.response.start", "status": 200, "headers": headers}
 
@@ -252,12 +254,12 @@ def _outcome(running: RunningCall) -> GatewayCall:
 
 
 async def _gone(request: Request) -> None:
-    """Return when the client has closed the connection. The body must have been read."""
+    """Wait until the client has closed the connection. The body must have been read before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def route(request: Request) -> str:
-    """Return the path if it cannot contain a key, because keys must not appear in logs and errors."""
+    """Return the path of a request for logs and errors, or a replacement if the path may contain a key."""
     path = request.url.path
     return path if path.startswith("/v1/") else "this path"

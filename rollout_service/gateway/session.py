@@ -1,8 +1,8 @@
-"""One agent's access to the policy over HTTP, on the gateway's side: its limits and its calls.
+"""The gateway's side of one agent's access to the policy: its limits and its calls.
 
-Promises: a call's answers are recorded if and only if the agent received all of them. The sender of the
-answers then calls `record`. A call whose client is gone is aborted. The engine handles weight updates during
-generation, and they change nothing here.
+Promises: a call's answers are recorded if and only if the agent received all of them. To that end, the sender
+of the answers calls `record` after they were received. A call is aborted if its client has disconnected.
+Weight updates during generation are handled by the engine and have no effect here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WORKER_GRACE_S = 30.0  # Seconds to wait for the worker's answer after a call's 
 
 @dataclass(frozen=True, slots=True)
 class GatewayCall:
-    """Answers of one call, and the call's plan."""
+    """The answers of one call, with the plan of the call."""
 
     plan: CallPlan
     choices: tuple[SampledChoice, ...]
@@ -86,7 +86,8 @@ class AgentCalls:
         self._recording: set[asyncio.Task[Any]] = set()
 
     def start(self, number: int, asked: ChatCall) -> RunningCall:
-        """Begin to answer `asked`. The caller must call `let_go` at the end. Raises `ApiError`."""
+        """Begin to answer the conversation `asked`. The caller must call `let_go` at the end. Raises
+        `ApiError`."""
         if self._ended:
             raise ApiError(401, ENDED, code="invalid_api_key")
         call = RunningCall(number, self, asked)
@@ -95,14 +96,14 @@ class AgentCalls:
         return call
 
     def let_go(self, call: RunningCall) -> None:
-        """End a call in any state."""
+        """End a call, whatever its state."""
         del self._calls[call]
         if not call.recorded:
             call.task.cancel()
             self._keep(self.worker.call(DropCall(self.opened.key, call.number)))
 
     async def close(self) -> None:
-        """End every call, and the key. Before this returns, all answers that the agent received are
+        """End every call, and invalidate the key. When this returns, all answers that the agent received are
         recorded."""
         self._ended = True
         tasks = [call.task for call in self._calls]
@@ -186,7 +187,8 @@ class AgentCalls:
     async def _shown(
         self, asked: ChatCall, opened: bool, result: SampledAnswer, ids: Ids, logprobs: Logprobs
     ) -> SampledChoice:
-        """Return an answer in the form for the agent. `opened` means that the prompt has opened a thought."""
+        """Return an answer in the form that the agent gets. `opened` means that the prompt has opened a
+        thought."""
         template = self.tree.template
         content, called = result.text, tuple[ParsedCall, ...]()
         if asked.parse_tools:
@@ -204,8 +206,8 @@ class AgentCalls:
     # --- a call whose answers were sent ---------------------------------------------------------------------
 
     async def record(self, call: RunningCall) -> None:
-        """Make the worker add the answers to the episode, so that later calls can continue them. Raises
-        `WireError` if it did not."""
+        """Let the worker add the answers to the episode, so that later calls can continue them. Raises
+        `WireError` if the worker has not confirmed this."""
         call.recorded, made = True, call.task.result()
         for index, choice in enumerate(made.choices):
             self.tree.remember(made.plan, (call.number, index), choice)

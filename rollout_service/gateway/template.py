@@ -1,6 +1,6 @@
-"""A job's chat template in the gateway: conversations as text, and answers during streaming.
+"""The use of a job's chat template in the gateway: rendering of conversations, and the text of answers.
 
-The continuation of a recorded path follows the rule of `workflows/turns.py`, as in workflows.
+A recorded path is continued by the same rule as in workflows (`workflows/turns.py`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class ChatTemplate:
     # --- ids and text --------------------------------------------------------------------------------
 
     def ids(self, text: str, after: str = "") -> Ids:
-        """Return the ids of `text`, without special tokens. `after` is the end token directly before the
-        text, because some tokenizers treat the start of a text differently."""
+        """Return the ids of `text`, without added special tokens. `after` is the end token directly before
+        the text. It is needed because some tokenizers treat the start of a text differently."""
         if after:
             anchor, both = self._known_ids(after), self._plain_ids(after + text)
             if both[: len(anchor)] == anchor:
@@ -91,9 +91,9 @@ class ChatTemplate:
     def continuation(
         self, asked: Conversation, shown: RenderedPrompt, upto: int, given: RenderedPrompt, said: SampledText
     ) -> str | None:
-        """Return the text after the ids of an answer, which is message `upto - 1` of `asked`. `shown` is the
-        rendering of `asked`, and `given` the rendering that the answer was sampled after. Return None if the
-        template renders the history differently, so that the path cannot continue."""
+        """Return the text that follows the ids of an answer. The answer is message `upto - 1` of `asked`.
+        `shown` is the rendering of `asked`, and `given` is the rendering after which the answer was sampled.
+        Return None if the template now renders the history differently, so that the path cannot continue."""
 
         def past() -> str | None:
             return self._unopened(asked, asked.messages[:upto])
@@ -111,7 +111,7 @@ class ChatTemplate:
         return turn_closing(self.tokenizer)
 
     def _unopened(self, asked: Conversation, messages: Sequence[Message]) -> str | None:
-        """Return the rendering without the next reply opened, or None if the template refuses it."""
+        """Return the rendering without the header of the next reply, or None if the template refuses it."""
         try:
             return self._render(asked, messages, opened=False)
         except ApiError:

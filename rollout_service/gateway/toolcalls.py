@@ -1,4 +1,4 @@
-"""Tool calls in a model's text, by the family of its chat template.
+"""Parsing of the tool calls in a model's text, by the family of its chat template.
 
     hermes    <tool_call>{"name": …, "arguments": {…}}</tool_call>            Hermes, Qwen2.5, Qwen3
     xml       <tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>   Qwen3-Coder
@@ -6,9 +6,9 @@
 
 Calls inside a thought do not count (`areal_async/models/answers.py`). If one call is malformed, the text has
 no tool calls. The agent then gets the model's whole text as content. Nothing is corrected. A call is
-malformed if its arguments have another key, a parameter is not closed, or no reply could carry the arguments
-(`requests.load_json`). A tag that begins no call and is not closed before the next tag is only a mention. The
-time is linear in the text's length.
+malformed if its arguments are under another key, if a parameter is not closed, or if its arguments cannot be
+part of a reply (`requests.load_json`). If a tag begins no call and is not closed before the next tag, it is
+only a mention of the tag, not a call. The time is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ class ParsedText:
 Tools = Sequence[dict[str, Any]]
 T = TypeVar("T")
 ASIDE_CHARS = 4096
-"""Longest text parsed on the event loop. Longer texts are parsed in a thread. For shorter texts, the switch
-takes longer than the parsing."""
+"""Longest text that is parsed on the event loop. Longer texts are parsed in a thread. For shorter ones, the
+switch to a thread takes longer than the parsing."""
 
 
 async def aside(parser: Callable[..., T], text: str, *given: Any, **named: Any) -> T:
-    """Return `parser(text, …)`. A long text does not block the event loop."""
+    """Return `parser(text, …)`. For a long text, run it in a thread, so that it does not block the event
+    loop."""
     if len(text) <= ASIDE_CHARS:
         return parser(text, *given, **named)
     return await asyncio.to_thread(parser, text, *given, **named)
@@ -93,8 +94,8 @@ def parse(text: str, family: Format, tools: Tools = (), *, opened: bool = False)
 
 
 class Found(NamedTuple):
-    """Calls that begin at one place of a text. Without calls and without a problem, a tag is only a
-    mention."""
+    """Calls that begin at one place of a text. If there are no calls and no problem, the tag at that place is
+    only a mention."""
 
     start: int
     end: int
@@ -103,8 +104,8 @@ class Found(NamedTuple):
 
 
 Reader = Callable[[int, int], Found]
-"""Function that parses the text at a marker. The second argument is the start of the part outside of
-thoughts."""
+"""Function that parses the text at a marker. Its second argument is the position where the present part
+outside of thoughts begins."""
 
 
 def outside_thoughts(text: str, markers: Sequence[str], read: Reader, *, opened: bool = False) -> list[Found]:
@@ -128,8 +129,8 @@ def outside_thoughts(text: str, markers: Sequence[str], read: Reader, *, opened:
 
 
 class ScannedText:
-    """A text searched from front to back in linear time. A tag is not searched again before the search has
-    passed its last position. After `MOST_FAILED` invalid JSON values, no more values are parsed."""
+    """A text that is searched from front to back in linear time. The next position of a tag is cached until
+    the search has passed it. After `MOST_FAILED` invalid JSON values, no more values are parsed."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -167,8 +168,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 def json_block(source: ScannedText, at: int) -> tuple[Any, str, int]:
-    """Return the value of the `<tool_call>` block at `at`, its problem, and its end. Without value and
-    problem, the tag is only a mention. A block at the end of the text need not be closed."""
+    """Return the value of the `<tool_call>` block at `at`, its problem, and its end. If there is neither a
+    value nor a problem, the tag is only a mention. A block at the end of the text need not be closed."""
     text, body = source.text, at + len(OPEN)
     begin, end = source.past_blanks(body), source.find(CLOSE, body)
     if not text.startswith("{", begin) and end >= source.find(OPEN, body) and begin < len(text):
@@ -195,8 +196,8 @@ BESIDE = frozenset({"name", "id", "type"})
 
 
 def _called(value: Any, key: str) -> ParsedCall | None:
-    """Return a call from a JSON object with `name` and its arguments under `key`. Return None for other
-    objects, for example with arguments under another key."""
+    """Return the call in a JSON object that has `name`, and its arguments under `key`. Return None for any
+    other object, for example one with arguments under another key."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     others = [value[each] for each in value.keys() - BESIDE - {key}]
@@ -252,8 +253,9 @@ def _xml(source: ScannedText, tools: Tools, at: int, begin: int) -> Found:
 
 
 def _typed(text: str, declared: Any, schema: Any) -> Any:
-    """Return the value of an XML parameter, which has no type of its own. It is text if the tool takes text,
-    or else parsed JSON if possible. Templates write null as `null` or `None`, and booleans as Python does."""
+    """Return the value of an XML parameter, whose text does not show its type. It is text if the tool takes
+    text there. Otherwise it is parsed as JSON if possible. Templates write null as `null` or `None`, and
+    booleans as Python does."""
     if text in ("null", "None") and _takes(declared, schema, "null", type(None)):
         return None
     if _takes(declared, schema, "string", str):
@@ -267,7 +269,7 @@ def _typed(text: str, declared: Any, schema: Any) -> Any:
 
 
 def _takes(declared: Any, schema: Any, name: str, kind: type) -> bool:
-    """Return whether `declared`, a part of `schema`, allows a type in any way."""
+    """Return whether `declared`, a part of `schema`, allows a type anywhere."""
     left, seen = [declared], set[int]()
     while left:
         if not isinstance(way := left.pop(), dict) or id(way) in seen:

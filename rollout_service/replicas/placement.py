@@ -1,9 +1,9 @@
 """Placement of requests on the replicas of a set.
 
-A request follows its prefix: the replica of its session, or else of its group. It goes elsewhere if that
-replica is overloaded: above `BUSY` and above `OVERLOAD` times the least load. A request without a prefix goes
-to the replica with the least load. A replica without room gets no requests. While no replica has room,
-requests wait.
+A request goes to the replica that has its prefix in the cache: the replica of its session, or else of its
+group. It goes elsewhere if that replica's load is above `BUSY` and above `OVERLOAD` times the least load. A
+request without a cached prefix goes to the replica with the least load. A replica without room gets no
+requests. While no replica has room, requests wait.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 OVERLOAD = 1.5
-"""A request leaves the replica with its prefix if the replica's load is this many times another's."""
+"""A request does not go to the replica with its prefix if that replica's load is more than this many times
+the least load."""
 BUSY = 0.5  # Below this load, a replica is not overloaded, however idle the others are
 FRONT_SHARE = 0.25
-"""Requests given to a replica beyond its capacity, as a share of the capacity. So a replica has the next
-request ready when one ends. All others wait in the set, and the oldest goes first."""
+"""Number of requests that a replica may get beyond its capacity, as a share of the capacity. So a replica has
+the next request ready when one ends. All other requests wait in the set, and the oldest is placed first."""
 MAX_REMEMBERED = 65_536  # Sessions and groups whose replica is remembered
 
 
@@ -38,7 +39,7 @@ class ReplicaLoad:
 
     @property
     def load(self) -> float:
-        """Load of the replica. 1.0: every place is taken, or the KV cache is full."""
+        """Load of the replica. At 1.0, every place is taken or the KV cache is full."""
         return max(max(self.given, self.queued) / max(1, self.capacity), self.kv_used)
 
     @property
@@ -47,8 +48,8 @@ class ReplicaLoad:
 
 
 def choose(replicas: Sequence[ReplicaLoad], home: int | None) -> int | None:
-    """Return the index of the replica for a request, or None if the request must wait. `home` is the replica
-    with its prefix, or None."""
+    """Return the index of the replica for a request, or None if the request must wait. `home` is the index of
+    the replica with its prefix, or None."""
     loads = {replica.index: replica.load for replica in replicas if replica.has_room}
     if not loads:
         return None
@@ -79,8 +80,8 @@ class PrefixAffinity:
         return None
 
     def assign(self, session: str, index: int) -> None:
-        """Record that the session's prefix is at replica `index` now. Its group stays at its first replica,
-        because most of its sessions are there."""
+        """Record that replica `index` now has the session's prefix. The entry of the session's group stays at
+        the group's first replica, because most of its sessions are there."""
         for number, key in enumerate(keys_of(session)):
             if number == 0 or key not in self._of:
                 self._of[key] = index
@@ -95,7 +96,8 @@ class PrefixAffinity:
 
 
 def keys_of(session: str) -> tuple[str, ...]:
-    """Return a session, and the group if it is an episode id `<group id>.<sample>`."""
+    """Return the keys of a session: the session itself, and also its group if the session is an episode id
+    `<group id>.<sample>`."""
     if not session:
         return ()
     group, _, sample = session.rpartition(".")

@@ -2,19 +2,19 @@
 
 Promises:
 
-- A request goes to the replica with its prefix, or to a replica with room (`placement.py`). Other requests
-  wait here, those of the oldest lease first. The engine gets the priority too. A request that is cancelled
-  while it waits takes no place.
+- A request goes to the replica with its prefix, or to another with room (`placement.py`). If no replica has
+  room, requests wait in the set. Requests of the oldest lease are placed first, and the engine gets this
+  priority too. A request that is cancelled while it waits takes no place.
 - If an engine dies, or samples nothing for `stuck_s`, it is stopped. Another engine starts after the pause of
   the restart policy, with the newest snapshot. It serves only after it has the version that the set serves.
-  If engines die more often than the policy allows, the set ends with the last error, which includes a
-  server's last log lines.
-- Requests of a lost engine run again from their first token, on another replica or on the new engine. Callers
-  do not notice. If a stream has already delivered units of the answer, it ends in an error, because another
-  answer would contradict them.
-- `version` is the oldest version that a replica serves, so that admission never grants too many groups. The
-  engine that sampled a unit sets the unit's version.
-- A request's deadline applies while it waits and while it runs.
+  If engines die more often than the policy allows, the set ends with the last error. For a server, the error
+  includes its last log lines.
+- Requests of a lost engine run again from their first token, on another replica or on the new engine, without
+  any effect for the caller except the delay. But if a stream has already delivered units of the answer, it
+  ends with an error, because a new answer would contradict them.
+- `version` is the oldest version that any replica serves, so that admission never grants too many groups. The
+  version of a unit is set by the engine that sampled it.
+- The deadline of a request applies both while it waits and while it runs.
 
 If an engine cannot be restarted, `watch` and every request raise the reason.
 """
@@ -54,15 +54,17 @@ from rollout_service.replicas.placement import PrefixAffinity, ReplicaLoad, choo
 log = get_logger("replicas")
 
 MAX_SENT_AGAIN = 3
-"""Most losses of one request in a live engine before that engine counts as dead."""
+"""If a live engine loses the same request more often than this, the engine counts as dead."""
 END_LIMIT_S = 15.0  # Seconds for the end of a lost engine; the rest of it ends with this process
 FETCH_PAUSE_S = 0.5
 WATCH_S = 0.5  # Seconds between two looks at an engine
 LONGEST_GAP_S = 5.0
-"""Longest time between two looks that counts, because the whole process may have been suspended."""
+"""Longest time between two checks that counts as lack of progress. A longer one usually means that the whole
+process was suspended."""
 
 Fetch = Callable[[], AbstractAsyncContextManager[Weights]]
-"""Function that returns the newest snapshot. Its files stay unchanged inside the block."""
+"""Function that returns a context manager with the newest snapshot. The snapshot's files stay unchanged
+inside the block."""
 
 
 class ReplicaGone(EngineError):
@@ -92,8 +94,9 @@ async def exchange(
 ) -> UpdateStall:
     """Make `engine` serve `snapshot`. `loaded` is called before any unit of the new weights is sampled.
 
-    After `EngineError`, the old weights are in place, or the engine is lost. The engine is also resumed if
-    the load fails. An error of that resume is usually a consequence of the first error, so it is only logged.
+    If `EngineError` is raised, the engine either still has the old weights or is lost. The engine is resumed
+    even if the load fails. An error during that resume is only logged, because it is usually a consequence of
+    the first error.
     """
     began_s = paused_s = time.monotonic()
     try:
@@ -117,9 +120,10 @@ async def exchange(
 
 @dataclass
 class StallDetector:
-    """Detector of an engine with requests but without progress. The engine must have had requests for
-    `limit_s` without a break, and neither sampled a token nor finished a request. Time between distant looks
-    does not count. Times are seconds of `clock`. Call `look` every `WATCH_S`."""
+    """Detector of an engine that makes no progress. It reports an engine that has had requests for `limit_s`
+    without a break, and has neither sampled a token nor finished a request in that time. If two looks are
+    more than `LONGEST_GAP_S` apart, the excess does not count. Times are seconds of `clock`. Call `look`
+    every `WATCH_S`."""
 
     limit_s: float
     clock: Callable[[], float] = time.monotonic
@@ -128,8 +132,8 @@ class StallDetector:
     _looked_s: float = 0.0
 
     def look(self, *, tokens: int, requests: int, running: int, paused: bool) -> float | None:
-        """Return the seconds without progress once they reach the limit, else None. `tokens` and `requests`
-        count the engine's work so far. Any change of them is progress."""
+        """Return the seconds without progress once they reach the limit, and None before. `tokens` and
+        `requests` count the engine's work so far. Any change of these is progress."""
         now_s, done = self.clock(), (tokens, requests)
         gap_s, self._looked_s = now_s - self._looked_s, now_s
         if done != self._done or not running or paused:
@@ -141,7 +145,8 @@ class StallDetector:
 
 @dataclass(eq=False)
 class EngineReplica:
-    """One replica: a sequence of engines, each from `make(index)`. Call `trouble` every `WATCH_S`."""
+    """One replica: an engine, made by `make(index)`, and its successors if it dies. Call `trouble` every
+    `WATCH_S`."""
 
     index: int
     make: Callable[[int], Engine]
@@ -165,7 +170,7 @@ class EngineReplica:
         return self.given < self._most_requests
 
     def serve(self) -> None:
-        """Record that its engine has started, without any requests."""
+        """Record that the replica's engine has started. It has no requests yet."""
         self.serves, self._served_s = True, self.clock()
         self._detector = StallDetector(self.stuck_s, self.clock)
         self._most_requests = most_requests(self.engine.stats().capacity)
@@ -180,7 +185,8 @@ class EngineReplica:
             record("served", replica=self.index, **asdict(tag))
 
     async def exchange(self, snapshot: Weights) -> UpdateStall:
-        """Serve `snapshot`. Meanwhile, requests go to other replicas, if there are any."""
+        """Make the engine serve `snapshot`. During this time, new requests go to other replicas, if there are
+        any."""
         self.updating = True
         try:
             return await exchange(self.engine, snapshot, self.record_version)
@@ -194,7 +200,8 @@ class EngineReplica:
         )
 
     def totals(self) -> tuple[int, int]:
-        """Return tokens and requests of all its engines."""
+        """Return the number of tokens and of requests, summed over the replica's present and earlier
+        engines."""
         tokens, requests = self._before
         if self.serves:
             stats = self.engine.stats()
@@ -217,7 +224,7 @@ class EngineReplica:
         return f"no token for {stuck_s:.0f} s with {running} requests running (rollout.stuck_s)"
 
     def lose(self, error: EngineError) -> None:
-        """Record that its engine is dead. The caller must then call `revive`."""
+        """Record that the replica's engine is dead. The caller must then call `revive`."""
         self._before, self.serves, self.error = self.totals(), False, error
         metrics.ENGINE_DEATHS.inc()
 
@@ -264,7 +271,7 @@ class ReplicaSet:
     newest: Fetch | None = None
     """Source of the snapshot for a restarted engine."""
     on_serving: Callable[[float], None] = lambda share: None
-    """Callback with the share of serving replicas, at each change."""
+    """Function that is called with the share of serving replicas whenever it changes."""
     clock: Callable[[], float] = time.monotonic
     watch_s: float = WATCH_S
     fetch_pause_s: float = FETCH_PAUSE_S
@@ -279,7 +286,7 @@ class ReplicaSet:
             for index in range(self.count)
         ]
         self._waiting: list[tuple[int, int, asyncio.Future[EngineReplica], GenerateRequest]] = []
-        """Requests without a replica that has room: a heap, oldest lease first."""
+        """Requests that wait because no replica has room: a heap, oldest lease first."""
         self._numbers = itertools.count()
         self._newest: Weights | None = None
         self._revivals: set[asyncio.Task[None]] = set()
@@ -288,7 +295,7 @@ class ReplicaSet:
 
     @property
     def version(self) -> VersionTag:
-        """Return the oldest version that a replica serves."""
+        """Return the oldest version that any replica serves."""
         serving = [replica.engine.version for replica in self.replicas if replica.serves]
         return min(serving, default=self._served().tag)
 
@@ -297,7 +304,7 @@ class ReplicaSet:
         return self._failed is None and not self._stopping
 
     async def start(self, snapshot: Weights) -> None:
-        """Start all engines. An engine that fails before it has served is not restarted."""
+        """Start all engines. If one fails at this first start, it is not restarted."""
         self._newest = snapshot
         try:
             async with asyncio.TaskGroup() as group:
@@ -346,8 +353,9 @@ class ReplicaSet:
     # --- updates -------------------------------------------------------------------------------------
 
     async def exchange(self, snapshot: Weights) -> UpdateStall:
-        """Serve `snapshot` on every live replica. Return the stall of the slowest. Replicas lost meanwhile do
-        not affect the others. Any other error is raised after all have finished."""
+        """Make every live replica serve `snapshot`. Return the stall of the slowest replica. If a replica is
+        lost during this, the others are not affected. Any other error is raised after all replicas have
+        finished."""
         async with self._updating:
             # A replica restarted with the newest snapshot already has it.
             behind = [r for r in self.replicas if r.serves and r.engine.version < snapshot.tag]
@@ -406,7 +414,8 @@ class ReplicaSet:
                 self._admit_waiting()
 
     async def _replica_for(self, request: GenerateRequest) -> EngineReplica:
-        """Return the replica for a request. The request then counts as given to it."""
+        """Wait for a replica that can take the request, and return it. The request then counts as given to
+        that replica."""
         if self._stopping or self._failed is not None:
             raise self._failed or EngineError("the engine has stopped")
         if not self._waiting and (replica := self._admit(request)) is not None:
@@ -440,7 +449,7 @@ class ReplicaSet:
         return replica
 
     def _admit_waiting(self) -> None:
-        """Give the free places to the waiting requests, oldest first."""
+        """Give free places to the waiting requests, oldest lease first."""
         while self._waiting:
             _, _, place, request = self._waiting[0]
             if not place.done():
@@ -501,7 +510,7 @@ class ReplicaSet:
         self._admit_waiting()
 
     async def _catch_up(self, replica: EngineReplica) -> None:
-        """Let a restarted engine serve, once it has the set's version or a newer one."""
+        """Let a restarted engine serve once its weights are at least as new as the set's version."""
         async with self._updating:
             while replica.engine.version < self._served().tag:
                 # Fetched again: the served version was acknowledged, so its files may be overwritten.
@@ -532,8 +541,9 @@ class ReplicaSet:
 
     @asynccontextmanager
     async def _snapshot(self) -> AsyncIterator[Weights]:
-        """Yield the snapshot for a starting engine. It is the newest, however long the trainer takes to
-        answer. Without a source, this is the served version."""
+        """Yield the snapshot for an engine that starts. It is the newest one, and this waits for the
+        trainer's answer however long it takes. Without a source (`newest`), it is the snapshot that the set
+        serves."""
         if self.newest is None:
             yield self._served()
             return

@@ -1,1 +1,1 @@
-"""Programs of commands that sample from a model without training it."""
+"""Implementation of the commands that sample from a model without training it."""

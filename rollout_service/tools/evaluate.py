@@ -1,6 +1,7 @@
 """`areal-async evaluate`: the score of any model or checkpoint on any tasks with any reward.
 
-Answers and figures are computed as by a run's evaluator (`rollout_service/evaluator.py`), without a run.
+Answers and figures are computed in the same way as by the evaluator of a run
+(`rollout_service/evaluator.py`), but without a run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A model on an engine of its own, without a run, for `evaluate` and `generate`.
 
-The model is a Hugging Face folder, or a checkpoint of a run, which is exported first. All other settings are
-a job. For a run, it is the run's own job. For a folder, it is a job with defaults.
+The model is a Hugging Face folder, or a checkpoint of a run, which is exported first. All other settings come
+from a job: for a run, the run's own job, and for a folder, a job with defaults.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from areal_async.show.progress import progress
 from areal_async.storage.urls import is_url
 
 MOST_TOKENS = 8192
-"""Length of prompt and answer together for which engines reserve memory, limited by the model's positions.
-`--set rollout.max_model_len=N` changes it."""
+"""Default of the longest prompt and answer together, for which engines reserve memory. It is limited by the
+model's positions, and `--set rollout.max_model_len=N` changes it."""
 MOST_NEW_TOKENS = 512
 """Most tokens of an answer in an evaluation, if neither a run nor an option sets it."""
 Asked = EvaluateRequest | AnswersRequest
 TRAINED_HERE = 1
-"""Steps of the job for a model. The model is never trained, but a job needs a number of steps."""
+"""Number of steps in a job for a model. The model is never trained, but a job must have a number of steps."""
 
 
 class Target(NamedTuple):
@@ -49,11 +49,11 @@ class Target(NamedTuple):
     content: dict[str, Any]
     """A job as a mapping, without `model`, `tasks` and `run_dir`."""
     said: str
-    """Name for messages: the folder, or the run with the step."""
+    """Name of the model in messages: the folder, or the run with the step."""
 
 
 class ModelFolder:
-    """Weights in a Hugging Face folder, in the form for an engine (`engines.base.Weights`)."""
+    """Weights in a Hugging Face folder, with the interface that engines need (`engines.base.Weights`)."""
 
     def __init__(self, path: Path, policy: str) -> None:
         self.path = path
@@ -121,9 +121,9 @@ def lone_evaluator(
 ) -> Iterator[ServiceContext]:
     """Yield the context of an evaluator without a run, in a temporary folder.
 
-    `sections` replace sections of the target's job unless they are None. The request's sampling and fields
-    come next. If neither sets a temperature, several samples use the rollout's temperature, or 1. Raises
-    `ConfigError` with every mistake."""
+    `sections` replace sections of the target's job unless they are None. After that, the sampling parameters
+    and fields of the request are applied. If nothing sets a temperature and several samples are requested,
+    the temperature is that of `rollout`, or 1. Raises `ConfigError` with every mistake."""
     sampling = {"temperature": request.temperature, "max_new_tokens": request.max_new_tokens}
     with tempfile.TemporaryDirectory(prefix="areal-evaluate-") as folder:
         nothing = Path(folder, "nothing.jsonl")  # A job must name a file to train on

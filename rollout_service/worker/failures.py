@@ -1,4 +1,5 @@
-"""Failures of episodes: whose fault they are, how many consecutive ones end the worker, and timeouts."""
+"""Failures of episodes: whose fault a failure is, how many consecutive failures end the worker, and
+timeouts."""
 
 from __future__ import annotations
 
@@ -23,16 +24,16 @@ T = TypeVar("T")
 log = get_logger("rollout")
 
 MAX_FAILURES = 8
-"""Most consecutive failures, without a success in between, before the worker ends. All episodes that were
-running at a failure count as the same failure, because a failed step of the engine takes all its requests
-along."""
+"""Number of consecutive failures, without a success in between, at which the worker ends. Failures of
+episodes that were running at the same time count as one failure, because a failed step of the engine makes
+all its requests fail."""
 OWN_FAULT_S = 20.0
-"""Least seconds of failures by the episodes themselves before the worker ends. A fresh process might work,
-but only the buffer can see whether any worker succeeds."""
+"""Least time in seconds during which episodes must fail by themselves before the worker ends. A new process
+might work, but only the buffer can see whether any worker succeeds."""
 MOST_TOLD = 1000  # Most characters of a fault in an episode
 LET_DOWN = (InfrastructureFault, WireError, GatewayError, EpisodeAborted, TurnError, CallsBusy)
-"""Errors that are never an answer's fault, in addition to errors of engines. If a template cannot continue a
-chat, it is the job's fault."""
+"""Errors that are never the fault of answers, in addition to errors of engines. `TurnError` is among them,
+because a template that cannot continue a chat is the job's fault."""
 HOST_ERRORS = frozenset((ENOSPC, EDQUOT, EMFILE, ENFILE, ENOMEM, ENOBUFS, ESTALE, EAGAIN, EIO, EROFS))
 NO_THREAD = "can't start new thread"  # Python's message when a host has no room for another thread
 FIRST_PAUSE_S = 0.05
@@ -44,11 +45,12 @@ class EpisodeTimeout(ArealError):
 
 
 def fault_of(error: BaseException, ctx: Context, limit_s: float | None = None) -> FaultOf:
-    """Return whose fault it is that an episode failed with `error`. `limit_s` is the episode's time limit.
+    """Return whether the answers or the infrastructure caused the `error` of an episode. `limit_s` is the
+    episode's time limit.
 
-    Before the first sampled unit, no answer exists, so the answers are not at fault. After it, every error of
-    an agent, tool, environment or workflow is the answers' fault, unless the error is known to have another
-    cause. Otherwise the model could end an episode without a score."""
+    Before the first sampled unit, no answer exists, so the answers cannot be at fault. After it, every error
+    of an agent, tool, environment or workflow is the answers' fault, unless the error is known to have
+    another cause. Without this rule, the model could escape a score by ending an episode with an error."""
     late = isinstance(error, EpisodeTimeout | DeadlinePassed)
     unserved = late and limit_s is not None and 2 * ctx.waited_s >= limit_s
     let_down = ctx.trouble is not None or any(_lets_down(one) for one in _causes(error))
@@ -77,9 +79,9 @@ def _lets_down(error: BaseException) -> bool:
 async def run_episode(
     ctx: Context, work: Awaitable[None], limit_s: float | None, *, debug: bool = False
 ) -> tuple[Episode, bytes]:
-    """Return the episode that `work` makes, and its blob. If its answers ended the episode early,
-    `EpisodeHeader.fault` says so, and the episode has the units sampled until then. Raises every other error
-    of `work`. With `debug`, errors of user code are raised too, for a debugger."""
+    """Return the episode that `work` makes, and its encoded bytes. If its answers ended the episode early,
+    `EpisodeHeader.fault` has the reason, and the episode has the units sampled until then. Raises every other
+    error of `work`. With `debug`, all errors of user code are raised, for a debugger."""
     builder = ctx.builder
     try:
         await within(limit_s, contained(work))
@@ -105,7 +107,8 @@ def _packed(builder: EpisodeBuilder) -> tuple[Episode, bytes]:
 
 
 def is_its_own(error: BaseException) -> bool:
-    """Return whether an episode failed by its own actions, not because of the engine or a timeout."""
+    """Return whether an episode failed because of its own actions, and not because of the engine or a
+    timeout."""
     return not isinstance(error, EngineError | EpisodeTimeout)
 
 
@@ -150,7 +153,8 @@ class FailureStreak:
         return max(0.0, self.last_s + pause_s - self.clock())
 
     def check(self) -> None:
-        """Raise `WorkflowError` if retries are pointless, or the failure itself with `first_ends`."""
+        """Raise `WorkflowError` if retries are pointless. With `first_ends`, raise the first failure
+        itself."""
         if self.first_ends and self.last is not None:
             raise self.last
         if self.count < MAX_FAILURES or self.last is None:

@@ -1,11 +1,11 @@
 """Upload of finished episodes to the buffer, and return of leases.
 
-Promises: an added episode is sent until the buffer has acknowledged or refused it, or its lease is lost. A
-lease is closed when no more episodes will come for it. If it is not complete then, it is returned with the
-reason.
+Promises: an added episode is sent repeatedly until the buffer has acknowledged or refused it, or its lease is
+lost. A lease is closed once no more episodes will come for it. If it is incomplete then, it is returned to
+the buffer with the reason.
 
-A lease has one message in flight at a time. Episodes that finish meanwhile go into the next message. So short
-episodes of a group travel together, and a long episode does not delay finished ones.
+A lease has at most one message in flight. Episodes that finish in the meantime are sent in the next message.
+So short episodes of a group share a message, and a long episode does not delay finished ones.
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ class LeaseUpload:
 
     @property
     def whole(self) -> bool:
-        """Return whether the last sample is stored. The buffer has then ended the lease."""
+        """Return whether all samples are stored. The buffer has then ended the lease itself."""
         return self.stored >= self.samples
 
 
 @dataclass
 class UploadQueue:
-    """Queue of the open leases. It decides which episodes form a message. Calls about an unknown lease do
-    nothing."""
+    """Queue of the open leases, which decides which episodes form a message. Calls that name an unknown lease
+    do nothing."""
 
     max_episodes: int = 256
     max_bytes: int = 8 << 20
-    """Limits of one message. A single larger episode travels alone."""
+    """Most bytes of one message. A single larger episode has a message of its own."""
     leases: dict[str, LeaseUpload] = field(init=False, default_factory=dict)
 
     @property
@@ -104,8 +104,8 @@ class UploadQueue:
                 lease.routes[sample] = routes
 
     def fail(self, lease_id: str, reason: str, *, at_fault: bool = False) -> None:
-        """Record that a sample of the lease will not come. `at_fault` means that the episode itself
-        failed."""
+        """Record that a sample of the lease has failed. `at_fault` means that the episode itself caused
+        this."""
         if (lease := self.leases.get(lease_id)) is not None:
             lease.failure = reason
             lease.at_fault = lease.at_fault or at_fault
@@ -121,7 +121,8 @@ class UploadQueue:
         return len(lease.finished) if lease else 0
 
     def take(self) -> PutBatch | None:
-        """Return the next message, or None. It is in flight until `settled`."""
+        """Return the next message, or None if there is none. It counts as in flight until `settled` is
+        called."""
         for lease_id, lease in self.leases.items():
             if lease.finished and lease.under_way is None:
                 lease.under_way = self._batch(lease_id, lease)
@@ -136,7 +137,7 @@ class UploadQueue:
             lease.stored += stored
 
     def pop_ended(self) -> dict[str, LeaseUpload]:
-        """Remove and return the leases without further episodes whose messages are all answered."""
+        """Remove and return the leases for which no more episodes will come and all messages are answered."""
         ended = {
             lease_id: lease
             for lease_id, lease in self.leases.items()
@@ -164,9 +165,10 @@ class UploadQueue:
 
 @dataclass(eq=False)
 class Uploader:
-    """Sender of the episodes of one worker's leases. `on_progress()` is called when a message was answered.
-    `on_closed(lease_id)` is called when a lease is closed, complete or about to be returned.
-    `on_refused(lease_id, reason)` is called when the buffer no longer accepts any sample of a lease."""
+    """Sender of the episodes of one worker's leases. `on_progress()` is called whenever a message was
+    answered. `on_closed(lease_id)` is called when a lease is closed, either complete or before it is
+    returned. `on_refused(lease_id, reason)` is called when the buffer no longer accepts any sample of a
+    lease."""
 
     buffer: Client
     name: str
@@ -219,8 +221,8 @@ class Uploader:
         return bool(self._calls)
 
     async def close(self, reason: str) -> None:
-        """Send finished episodes for a limited time. Then return every incomplete lease, with `reason` if it
-        has no reason of its own."""
+        """Send finished episodes for a limited time. Then return every incomplete lease to the buffer, with
+        its own reason if it has one, and otherwise with `reason`."""
         try:
             async with asyncio.timeout(self.flush_s):
                 while self._send():
@@ -248,7 +250,8 @@ class Uploader:
             log.info("lease not released", lease_id=lease_id, error=str(error))
 
     async def _put(self, batch: PutBatch) -> None:
-        """Send one message until it is answered. Repeats are harmless, because each sample is stored once."""
+        """Send one message repeatedly until it is answered. Repeats are harmless, because the buffer stores
+        each sample once."""
         lease_id, group_id = batch.lease_id, batch.group_id
         stored = 0
         while lease_id in self.queue.leases:

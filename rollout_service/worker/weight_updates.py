@@ -1,8 +1,9 @@
 """Updates of an engine to the newest weights.
 
-Promise (`versions_are_true`): the engine gets a snapshot only after every hash of it matched. The engine
-generates during waiting, reading and verifying. Only pause → load → resume interrupt it, and their time is
-measured. An unusable snapshot is acknowledged with the reason, and the engine keeps its weights.
+Promise (`versions_are_true`): the engine gets a snapshot only after all its hashes were verified. The engine
+continues to generate while this module waits for, reads and verifies a snapshot. Only pause → load → resume
+interrupt it, and their time is measured. An unusable snapshot is acknowledged with the reason, and the engine
+keeps its weights.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class WeightUpdates:
                 return notice.tag
 
     async def run(self) -> None:
-        """Load each newer snapshot until cancelled. Raises errors that a retry cannot fix."""
+        """Load each newer snapshot, until cancelled. Raises errors that a retry cannot fix."""
         while True:
             notice = await self._next()
             if (snapshot := await self._open(notice)) is not None:

@@ -3,19 +3,21 @@
 Promises:
 
 - The worker leases groups while fewer episodes run than `rollout.max_concurrent` allows. The last group, or a
-  late answer to an older request, may exceed the limit. It leases none while as many finished episodes await
-  acknowledgement. So if the buffer is slow or unavailable, generation slows down, and no episode is discarded
-  for lack of room.
+  late answer to an older request, may exceed the limit. It also leases no groups while that many finished
+  episodes await acknowledgement. So if the buffer is slow or unavailable, generation slows down, and no
+  episode is discarded for lack of room.
 - A finished episode is sent until the buffer has acknowledged or refused it, or its lease is lost.
 - A lost lease ends only its own episodes.
 - A worker that must stop takes no more leases. It uploads episodes that finish within its grace period, and
-  then returns the rest. A worker that must drain finishes all its episodes, and then ends.
-- An episode ended early by its own answers counts as finished, and its header has the fault. Any other failed
-  episode, or one that waits too long for the engine, costs only its own sample. Its lease is returned with
-  the reason once its other samples are stored. If no worker succeeds, the buffer ends the job. While this
-  worker has no success, it asks for leases with growing pauses. At last, it ends with the reason.
-- Only the buffer ends a lease, not a clock of the worker. During an outage, the buffer extends leases.
-- Every wait has a deadline, and the worker waits through an outage of the buffer.
+  then returns its incomplete leases. A worker that must drain finishes all its episodes, and then exits.
+- An episode that its own answers ended early counts as finished, and its header has the fault. Any other
+  failed episode, or one that waits too long for the engine, costs only its own sample. Once the other samples
+  of the lease are stored, the lease is returned with the reason. While this worker has only failures, it asks
+  for leases with growing pauses, and finally exits with the reason. If no worker succeeds, the buffer ends
+  the job.
+- Only the buffer decides that a lease has expired, never the worker's clock, because the buffer extends
+  leases after an outage.
+- Every single wait has a deadline, but the worker continues to try for as long as the buffer is unavailable.
 
 The buffer, not the worker, decides which groups are leased and what happens to a returned group.
 """
@@ -65,21 +67,21 @@ MAX_LEASE_CALLS = 3
 """Most lease requests in flight: one with the version served now, and older requests not answered yet."""
 EMPTY_PAUSE_S = 0.05  # Least seconds between two requests when nothing is granted
 HEARTBEAT_SHARE = 1 / 3
-"""Interval between heartbeats as a share of a lease's duration. One heartbeat may be lost without losing the
-lease."""
+"""Interval between heartbeats, as a share of a lease's duration. With this share, the loss of one heartbeat
+does not cost the lease."""
 
 
 @dataclass(frozen=True)
 class WorkerTiming:
-    """Times of a worker, in seconds. `drain_s` and `flush_s` must fit into the grace period of a service
-    (`areal_async.service.main.STOP_GRACE_S`)."""
+    """Times of a worker, in seconds. The sum of `drain_s` and `flush_s` must be below the grace period of a
+    service (`areal_async.service.main.STOP_GRACE_S`)."""
 
     drain_s: float = 1.2
     """Time that episodes may continue after a stop request."""
     flush_s: float = 1.0
-    """Time after that to send finished episodes and return leases."""
+    """Time after `drain_s` to send finished episodes and return leases."""
     retry_pause_s: float = 0.5
-    """Pause after a call that the buffer did not answer."""
+    """Pause before the retry of a call that the buffer did not answer."""
     first_failure_pause_s: float = FIRST_PAUSE_S
     longest_failure_pause_s: float = LONGEST_PAUSE_S
 
@@ -144,8 +146,8 @@ class Worker:
         self._wake_heart, self._wake_drain = asyncio.Event(), asyncio.Event()
 
     def weights_changed(self) -> None:
-        """Ask for more leases and send a heartbeat, because the engine's version or its number of serving
-        replicas changed."""
+        """Ask for more leases and send a heartbeat, because an engine's version or the number of its serving
+        replicas has changed."""
         self._wake_leasing.set()
         self._wake_heart.set()
 
@@ -157,14 +159,14 @@ class Worker:
 
     @property
     def limit(self) -> int:
-        """Most episodes at once: `max_concurrent` of each serving replica, for the policy with the fewest,
-        and at least one group."""
+        """Most episodes at once: `max_concurrent` times the number of serving replicas, for the policy for
+        which this is smallest, but at least one group."""
         most = min(math.floor(most * self._serving[policy]) for policy, most in self._most.items())
         return max(self.job.rollout.group_size, most)
 
     async def run(self, stop: asyncio.Event, *others: Coroutine[Any, Any, None]) -> None:
-        """Work until `stop` is set, or until the worker has drained. `others` run concurrently. Raises errors
-        after which work is pointless."""
+        """Work until `stop` is set, or until the worker has drained. The coroutines `others` run
+        concurrently. Raises errors after which the worker cannot continue."""
         loops = [
             self._lease(),
             self.uploader.run(),
@@ -191,8 +193,8 @@ class Worker:
 
     async def _lease(self) -> None:
         """Ask the buffer for leases until cancelled. An answer may take long, and it depends on the versions
-        in the request. So when the served version changes, another request is sent without waiting for the
-        first. Answers that arrive while the worker ends count too."""
+        in the request. So when the served version changes, a new request is sent without waiting for the
+        answer to the old one. Leases in answers that arrive while the worker ends are not forgotten."""
         calls = self._asking
         try:
             while True:
@@ -276,7 +278,7 @@ class Worker:
             task.cancel()
 
     def _closed(self, lease_id: str) -> None:
-        """Forget a lease that the uploader has sent or is returning."""
+        """Forget a lease that the uploader has sent completely or is about to return."""
         self.leases.pop(lease_id, None)
         self._on_progress()
 
@@ -341,7 +343,7 @@ class Worker:
             self.failures.check()
 
     def _on_progress(self) -> None:
-        """Wake the loops, because there may be room for more leases, or no work left."""
+        """Wake the worker's loops, because there may be room for more leases, or no work left."""
         self._wake_leasing.set()
         if self.draining or self._stopping:
             self._wake_drain.set()
@@ -385,7 +387,7 @@ class Worker:
         self._wake_drain.set()
 
     async def _until_drained(self) -> None:
-        """Return once the buffer has told the worker to drain, and all its work is done."""
+        """Wait until the buffer has told the worker to drain and all its work is done."""
         while not self.draining or self.running or self._asking or not self.uploader.idle:
             self._wake_drain.clear()
             await first_of([], self._wake_drain)
@@ -397,11 +399,11 @@ class Worker:
         return DRAINED if self._stopping else "the worker failed"
 
     async def _drain(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Let running episodes finish and be sent, for at most `drain_s`. Raises errors that make this
+        """Let running episodes finish and be sent, for at most `drain_s`. Raises errors after which this is
         pointless.
 
-        The buffer is told to grant nothing to requests in flight. Otherwise it would notice only when the
-        lease expires."""
+        The buffer is told not to grant leases to requests of this worker that are still in flight. Otherwise
+        nobody would work on such a lease until it expires."""
         self._stopping = self._ending = True
         draining = asyncio.ensure_future(self._tell_buffer())
         deadline_s = time.monotonic() + self.timing.drain_s

@@ -1,15 +1,16 @@
-"""Workflows, which make the episodes: the built-in workflows, and loading of any workflow.
+"""Workflows, which generate the episodes: the built-in workflows, and the loading of any workflow.
 
     async def workflow(ctx, task):
         reply = await ctx.generate(task.prompt)
 
-A workflow builds its episode through `ctx`. When it returns, the episode is complete. If it raises an error,
-the episode ends. Once the model has answered, the answers are at fault. The episode is then stored with the
-units sampled so far and scored `reward.on_fault.score`. If the error is known to have another cause
-(`rollout_service/worker/failures.py`), the sample is returned and nothing of it is stored.
+A workflow builds its episode through `ctx`. When it returns, the episode is complete. An error of the
+workflow ends the episode early. If the model has answered before, its answers count as the cause: the episode
+is stored with the units sampled so far, and its score is `reward.on_fault.score`. If the error is known to
+have another cause (`rollout_service/worker/failures.py`), nothing is stored, and the sample is returned to
+the buffer.
 
 A workflow is either a coroutine function as above, with `rollout.workflow_args` as further parameters, or a
-class. A class is instantiated once per process with its arguments, and its instances are called like the
+class. A class is instantiated once per process with its arguments, and the instance is called like the
 function:
 
     class Workflow:
@@ -18,8 +19,8 @@ function:
         async def __call__(self, ctx, task): ...
 
 A class may have `check_job(job, arguments, field)`, which yields mistakes in a job. It may also have
-`records_reward(arguments)`, which returns whether its episodes record a reward for `reward.name:
-environment`.
+`records_reward(arguments)`, which returns whether its episodes record the reward that `reward.name:
+environment` needs.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ FIELD = "rollout.workflow_args"
 
 
 class WorkflowError(ArealError):
-    """A workflow cannot be loaded, or makes no episodes. The text says what is missing and what to do."""
+    """A workflow cannot be loaded, or all its episodes fail. The text says what is missing and what to do."""
 
 
 F = TypeVar("F", bound=Callable[..., Awaitable[None]])
@@ -72,8 +73,8 @@ def workflow(function: F) -> F:
 
 async def single_turn(ctx: Context, task: Task) -> None:
     """Give the model the task's prompt, and use its answer as the episode's response. Tool schemas in the
-    task's `extra_info.tools` go to the chat template. A tool call is then the answer, which the reward
-    judges."""
+    task's `extra_info.tools` are passed to the chat template. A tool call in the answer is not executed, but
+    judged by the reward."""
     tools = tools_of({"extra_info": task.extra_info}, f"task {task.task_id}") if is_chat(task.prompt) else ()
     await ctx.generate(task.prompt, tools=tools)
 

@@ -1,11 +1,12 @@
-"""The workflow of an existing agent: it calls the policy over HTTP, and its sampled answers are trained.
+"""The workflow for an existing agent. The agent calls the policy over HTTP, and the answers sampled for it
+are trained.
 
 Promises: the agent has access only while its episode runs. A command runs in its own process group. The whole
-group is killed when the command has ended, is late, or the episode is cancelled.
+group is killed when the command has ended or passed its deadline, or the episode is cancelled.
 
-If an agent fails, prints too much or is late, its answers are at fault (`fault_of`), with three exceptions.
-The agent has no answer yet. It reports another cause by `InfrastructureFault` or status 75. It waited for an
-engine that did not answer.
+If an agent fails, prints too much or passes its deadline, the model's answers are at fault (`fault_of`),
+except in three cases: the agent has not received any answer yet, it reports another cause by
+`InfrastructureFault` or exit status 75, or it was waiting for an engine that did not answer.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 MAX_OUTPUT_BYTES = 1 << 20  # Most bytes of a command's output
 LET_DOWN = os.EX_TEMPFAIL  # Exit status of a command that failed for another reason than its answers
 LONG_WAIT_SHARE = 0.5
-"""Share of an agent's time limit. If the agent waited longer than this for one missing answer, the engine
-caused the timeout."""
+"""Share of an agent's time limit. If the agent spent more than this share waiting for one missing answer, the
+engine counts as the cause of the timeout."""
 MAX_COMPLAINTS_BYTES = 16 << 20
 LOOK_S = 0.1  # Seconds between two checks of a command's output size
 TOLD_CHARS = 2000  # Most characters of a failed command's stderr in its error
@@ -47,7 +48,7 @@ Agent = Callable[["Session", Task], Awaitable[Any]]
 
 
 class AgentError(ArealError):
-    """An agent failed, was late, or cannot be loaded."""
+    """An agent failed, passed its deadline, or cannot be loaded."""
 
 
 class AgentWorkflow:
@@ -65,9 +66,9 @@ class AgentWorkflow:
         cwd: Path | None = None
         """Folder in which `command` runs. The default is the worker's folder."""
         timeout_s: float = Field(default=600.0, gt=0)
-        """Deadline of one episode in seconds. After it, the agent is ended, and the episode is scored
-        `reward.on_fault.score`. If the agent waited for one answer of the engine for half of this time, the
-        answers are not at fault."""
+        """Deadline of one episode in seconds. After it, the agent is ended, and the score of the episode is
+        `reward.on_fault.score`. But if the agent was waiting for a single answer of the engine for half of
+        this time, the answers are not at fault, and the episode gets no score."""
 
         @model_validator(mode="after")
         def _one_of_them(self) -> Self:
@@ -117,7 +118,8 @@ def _load(name: str) -> Agent:
 
 
 def environment_of(session: Session) -> dict[str, str]:
-    """Return this process's variables plus address and key, under the names that clients look for."""
+    """Return the environment variables of this process, plus address and key under the names that clients
+    read."""
     # A proxy for external hosts must not be used for this machine.
     direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), LOOPBACK, "::1", "localhost")))
     return {
@@ -180,6 +182,6 @@ def _text(file: IO[bytes]) -> str:
 
 
 def task_json(task: Task) -> bytes:
-    """Return the input of a command: the task without its solution."""
+    """Return the input for a command: the task, without its solution, as JSON."""
     shown = ("task_id", "prompt", "data_source", "ability", "extra_info")
     return msgspec.json.encode({name: getattr(task, name) for name in shown})

@@ -1,8 +1,8 @@
-"""The context of a workflow: generation that records the engine's input and output.
+"""The context of a workflow, which generates answers and records the input and output of the engine.
 
 Promise: every call of `generate` adds exactly the ids that the engine was given, and the ids, log-probs,
 versions and epochs that it returned. A path of the episode is never tokenised again. Text after a reply is
-tokenised alone and appended (`turns.py` for chats).
+tokenised by itself and appended (see `turns.py` for chats).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 REWARD = "reward"
-"""Name of the reward that is the episode's score under `reward.name: environment`."""
+"""Name of the recorded reward that `reward.name: environment` uses as the episode's score."""
 
 
 _SEED_PARTS = struct.Struct("<4Q")
@@ -53,13 +53,13 @@ _LAST_TOKENS = 64  # Last tokens of a path, enough to contain a tag at its end
 
 
 def call_seed(group_seed: int, sample: int, attempt: int, call: int) -> int:
-    """Return 63 bits for one call of one episode, which depend only on the arguments."""
+    """Return a 63-bit seed for one call of one episode. It depends only on the arguments."""
     digest = hashlib.blake2b(_SEED_PARTS.pack(group_seed, sample, attempt, call), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class EpisodeAborted(ArealError):
-    """The engine ended a request before its answer was complete, so the episode is invalid."""
+    """The engine aborted a request before its answer was complete, so the episode is invalid."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class PolicyEngine:
     render: Renderer
     sampling: Sampling
     max_model_len: int | None = None
-    """Most tokens of a path. None: the limit of the workflow's resources."""
+    """Most tokens of a path. None: the limit in the workflow's resources applies."""
 
 
 class AgentAccess(Protocol):
-    """The gateway of a worker, as used by a context (`rollout_service.gateway.Gateway`)."""
+    """The part of a worker's gateway (`rollout_service.gateway.Gateway`) that a context uses."""
 
     def session(self, episode: Context) -> AbstractAsyncContextManager[Any]: ...
 
@@ -94,11 +94,11 @@ class Context:
     sample: int = 0
     attempt: int = 0
     lease_id: str = ""
-    """Part of each request's id, because an episode may be restarted while the engine still ends the requests
-    of a lost lease."""
+    """Part of each request's id. It keeps ids unique if an episode is restarted under a new lease while the
+    engine still has requests of the lost one."""
     priority: int = 0
     deadline_s: float | None = None
-    """Deadline of its requests, as in `GenerateRequest`."""
+    """Deadline of the episode's requests, as in `GenerateRequest`."""
     agents: AgentAccess | None = None
     greedy: bool = False
     """Sample everything greedily, and train on none of it."""
@@ -109,7 +109,7 @@ class Context:
         self._asked_s: dict[str, float] = {}  # Time when each request in flight was sent to its engine
         self._cut_s = 0.0
         self.trouble: Exception | None = None
-        """An error of the engines or of the gateway, which is not the episode's fault."""
+        """Last error of an engine or of the gateway, for which the episode's answers are not at fault."""
         self._calls = self._tool_calls = self._tool_errors = 0
         self._anchor: str | bytes | None = None
         self._paths: dict[int, Ids | tuple[int, bytes]] = {}
@@ -144,8 +144,9 @@ class Context:
         return self.engines[self.policies[0]].render.tokenizer
 
     def agent(self, name: str, policy: str | None = None) -> int:
-        """Return the number of an agent by its name, for `agent=`. A new agent speaks for `policy`, by
-        default the first. In a job with several policies, each policy has an agent with the policy's name."""
+        """Return the number of the agent with this name, for the argument `agent=`. A new agent samples with
+        `policy`, by default the first. In a job with several policies, each policy has an agent with the
+        policy's name."""
         return self.builder.agent(name, None if policy is None else self._number(policy))
 
     def _number(self, policy: str) -> int:
@@ -178,18 +179,18 @@ class Context:
         train: bool = True,
         **sampling: Any,
     ) -> Reply:
-        """Continue `parent` with `prompt`, then sample. Without `parent`, a path begins. `policy` answers:
-        by default the agent's, or the job's first. All policies on a path must have the same tokenizer.
+        """Append `prompt` to the path of the segment `parent`, or begin a path without it, then sample.
+        `policy` is by default the agent's, or else the first. Policies on a path share a tokenizer.
 
         `prompt` is text, chat messages or token ids. None samples directly after `parent`. Messages after a
-        reply become the text that the chat template appends. If the template would change earlier text,
-        `rewritten` decides. `error` raises `TemplateRewrites`. `root` begins a new path with the conversation
-        rendered again. `tools` are schemas for the template of a new path. Further keywords replace the job's
-        sampling parameters (`seed=7`, `max_new_tokens=16`, …).
+        reply become the text that the chat template appends. `rewritten` is the action if the template would
+        change earlier text: `error` raises `TemplateRewrites`, and `root` begins a new path with the
+        conversation rendered again. `tools` are schemas for the template of a new path. Further keywords
+        replace the job's sampling parameters (`seed=7`, `max_new_tokens=16`, …).
 
-        `train=False` makes the answer context without gradient. Answers sampled greedily or with top-p or
-        top-k need it. The first call sets the episode's prompt text, and every call its response text.
-        `builder.text` changes either. Raises `RequestError` if the engine cannot serve the request."""
+        With `train=False`, the answer is context without gradient, as is required if it is sampled greedily
+        or with top-p or top-k. The first call sets the episode's prompt text, and every call its response
+        text. `builder.text` changes either. Raises `RequestError` if the engine cannot serve the request."""
         root = parent is None
         agent, policy = self.speaker(agent, policy)
         voice = self.engines[policy]
@@ -228,7 +229,7 @@ class Context:
 
     async def ask(self, policy: str, request: GenerateRequest) -> GenerateResult:
         """Send a request to the engine of a policy. All requests go through this method, because it records
-        trouble that is not the episode's fault."""
+        errors for which the episode's answers are not at fault."""
         began_s = self._asked_s[request.request_id] = time.monotonic()
         engine = self.engines[policy].engine
         try:
@@ -252,7 +253,8 @@ class Context:
         return max([self._cut_s, *(now_s - asked_s for asked_s in self._asked_s.values())])
 
     def drawn(self, sampling: Sampling) -> Sampling:
-        """Return the parameters for a call that requests `sampling`. They are greedy if the episode is."""
+        """Return the sampling parameters for a call that requests `sampling`. They are greedy if the episode
+        is greedy."""
         greedily = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
         return msgspec.structs.replace(sampling, **greedily) if self.greedy else sampling
 
@@ -288,8 +290,8 @@ class Context:
         return segment
 
     def gateway(self) -> AbstractAsyncContextManager[Any]:
-        """Give agents access over HTTP inside `async with ctx.gateway() as session:`. Their sampled answers
-        are recorded in this episode. See docs/gateway.md."""
+        """Give agents access over HTTP inside `async with ctx.gateway() as session:`. The answers sampled for
+        them are recorded in this episode. See docs/gateway.md."""
         if self.agents is None:
             raise ArealError("this context was made without a gateway")
         return self.agents.session(self)
@@ -326,8 +328,8 @@ class Context:
         policy: str | None = None,
     ) -> int:
         """Add a segment that no policy sampled, such as an answer of a tool or an environment. Return its
-        index. See `generate` for `content`, `tools` and `rewritten`. The start of a path is tokenised for
-        `policy`, by default the agent's."""
+        index. `content`, `tools` and `rewritten` are as for `prompt` in `generate`. If a path begins, it is
+        tokenised for `policy`, by default the agent's policy."""
         if parent is None:
             _, policy = self.speaker(agent, policy)
             chat = Chat(tuple(content), tuple(tools)) if is_chat(content) else None
@@ -355,8 +357,8 @@ class Context:
     async def call_tool(
         self, name: str | Tool, arguments: str | Mapping[str, Any], *, timeout_s: float | None = None
     ) -> ToolAnswer:
-        """Call a tool and count the call, without adding to the episode. Errors of the tool are in the
-        answer."""
+        """Call a tool and count the call, without adding a segment to the episode. If the tool fails, the
+        answer has the error."""
         answer = await run_tool(self.resources, name, arguments, timeout_s)
         self._tool_calls += 1
         self._tool_errors += bool(answer.error)
@@ -376,9 +378,10 @@ class Context:
         rewritten: Rewritten = "error",
     ) -> ToolReply:
         """Call a tool, and add its answer after `parent` as a TOOL segment. The tool is one of the job's
-        `tools` or a function marked `@tool`. Text is the tool's only argument, and a mapping has its named
-        arguments. An error in the tool becomes the answer `error: …`. `show` makes the prompt from the
-        answer. By default it is a message of the role `tool` if the path is a chat, else the text itself."""
+        `tools` or a function marked `@tool`. If the arguments are a text, it is the tool's only argument. A
+        mapping has the arguments by name. An error in the tool becomes the answer `error: …`. `show` converts
+        the answer to a prompt. By default, this is a message with the role `tool` if the path is a chat, and
+        otherwise the text itself."""
         answer = await self.call_tool(name, arguments, timeout_s=timeout_s)
         text = f"error: {answer.error}" if answer.error else answer.text
         called = name.name if isinstance(name, Tool) else name
@@ -395,9 +398,10 @@ class Context:
     # --- rewards and marks -----------------------------------------------------------------------------
 
     def reward(self, value: float, *, name: str = REWARD, segment: int | None = None) -> None:
-        """Record a reward of a segment, or of the whole episode under a name. The verifier `environment`
-        scores the episode with the reward called `reward`. If there is none, it uses the sum over segments.
-        Other names are only reported. Raises ValueError if the value is not finite."""
+        """Record a reward of a segment, or a reward of the whole episode under a name. The built-in reward
+        `environment` uses the reward called `reward` as the episode's score, or the sum over segments if
+        there is none. Rewards with other names are only reported. Raises ValueError if the value is not
+        finite."""
         number = float(value)
         if not np.isfinite(number):
             raise ValueError(f"a reward is a finite number, not {value}")
@@ -407,8 +411,8 @@ class Context:
             self.builder.reward(segment, number)
 
     def anchor(self, key: str | bytes, segment: int | None = None) -> None:
-        """Name the state before `segment`, by default before the next sampled segment. Equal keys in the
-        episodes of a group mean equal states."""
+        """Set the key of the state before `segment`, by default before the next sampled segment. Equal keys
+        in the episodes of a group mean equal states."""
         if segment is None:
             self._anchor = key
         else:
@@ -427,7 +431,8 @@ class Context:
         return segment in self._chats
 
     def as_user(self, text: str, segment: int) -> Prompt:
-        """Return `text` as a continuation of `segment`: a message of the user if the path is a chat."""
+        """Return `text` in the form for continuing `segment`: as a message of the user if the path is a
+        chat."""
         return [{"role": "user", "content": text}] if self.is_chat(segment) else text
 
     def decoded(self, ids: Ids, policy: str | None = None) -> str:
@@ -436,8 +441,8 @@ class Context:
         return self.engines[policy or self.policies[0]].render.answers.text(ids.tolist())
 
     def opens_thought(self, segment: int) -> bool:
-        """Return whether the path down to `segment` ends with a tag that opens a thought. The prompts of some
-        chat templates do. An answer then begins inside the thought."""
+        """Return whether the path down to `segment` ends with a tag that opens a thought. Prompts of some
+        chat templates end with such a tag, so that an answer begins inside the thought."""
         last = self._path(segment)[-_LAST_TOKENS:].tolist()
         return opens_thought(self.engines[self._policy[segment]].render.answers.text(last, whole=True))
 
@@ -478,7 +483,8 @@ class Context:
         return self._root(SegmentKind.PROMPT, chat.messages, chat, agent, turn, policy)
 
     def _prompt_text(self, prompt: Prompt | None, segment: int) -> str:
-        """Return the first text that the model reads. A `prompt` that begins the path is remembered."""
+        """Return the first text that the model reads. The rendering of a `prompt` is still cached from its
+        call."""
         policy = self._policy[segment]
         known = self.engines[policy].render(prompt).text if prompt is not None else ""
         path = self._path(segment).tolist()

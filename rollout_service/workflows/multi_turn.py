@@ -30,8 +30,9 @@ from rollout_service.workflows.turns import Rewritten
 class World:
     """One environment for one episode: `async with World(factory, timeout_s, ctx) as world`.
 
-    An environment is created and called in threads, each call with the deadline, unless it has `blocking =
-    False`. Raises `EnvironmentFailure` if a call is late or returns a value that the protocol does not allow.
+    Unless it has `blocking = False`, an environment is created and called in threads, each call with the
+    deadline. Raises `EnvironmentFailure` if a call passes its deadline, or returns a value that the protocol
+    does not allow.
     """
 
     factory: EnvironmentFactory
@@ -84,8 +85,8 @@ class World:
 
 
 def opening(prompt: str | Sequence[dict[str, Any]], observation: str) -> str | list[dict[str, Any]]:
-    """Return the task's prompt with the first observation. In a chat, the observation goes into the last
-    message if it is the user's, else into a new user message."""
+    """Return the task's prompt with the first observation. In a chat, the observation is appended to the last
+    message if that is the user's. Otherwise it becomes a new user message."""
     if isinstance(prompt, str):
         return prompt + observation
     if not observation:
@@ -106,9 +107,9 @@ def environment_mistakes(arguments: Mapping[str, Any], field: str) -> Iterator[M
 
 
 class MultiTurn:
-    """Loop that shows observations and uses each reply as an action. It ends when the environment is done,
-    after `max_turns`, or when the path has no room left. A turn's reward belongs to its reply's segment. The
-    episode's reward is the sum of the turns' rewards, or the last one."""
+    """Loop in which the policy reads an observation and its reply becomes the next action. The loop ends when
+    the environment is done, after `max_turns`, or when the path has no room left. A turn's reward is recorded
+    for the segment of its reply. The episode's reward is the sum of the turns' rewards, or the last one."""
 
     class Arguments(Section):
         """`multi_turn`: a policy in an environment."""
@@ -118,14 +119,14 @@ class MultiTurn:
         environment_args: dict[str, Any] = Field(default_factory=dict)
         """Arguments of the environment."""
         max_turns: int = Field(default=16, ge=1)
-        """Most replies in an episode, whatever the environment says."""
+        """Most replies in an episode, even if the environment is not done."""
         reward: Literal["sum", "final"] = "sum"
         """The episode's reward: the sum of the turns' rewards, or the last turn's reward."""
         stop: tuple[str, ...] = ()
         """Texts that end a reply, in addition to `rollout.sampling.stop`."""
         timeout_s: float = Field(default=30.0, gt=0)
-        """Deadline in seconds of one call of the environment. A late call ends the episode. If an action
-        caused the delay, the score is `reward.on_fault.score`."""
+        """Deadline in seconds of one call of the environment. A call that passes it ends the episode. If the
+        call had an action of the model, the score is `reward.on_fault.score`."""
         rewritten: Rewritten = "root"
         """Action if the chat template renders earlier turns differently: begin a new root, or fail the
         episode."""

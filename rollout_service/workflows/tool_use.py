@@ -1,6 +1,6 @@
 """`tool_use`: the policy may call tools before it answers.
 
-Calls have two formats. Parsing them runs no code.
+Calls have one of two formats. Parsing them runs no code.
 
     plain   `name(text)` at the very end of a reply; the tool gets the text unchanged. A reply ends at the
             first `)` that closes every bracket, so the stop string is `)`.
@@ -44,9 +44,9 @@ PLAIN_STOP = ")"
 
 
 class ToolUse:
-    """Loop that runs the calls at the end of a reply and shows their answers. It ends at a reply without a
-    call, after `max_calls`, or when the path has no room left. The last reply is the episode's response and
-    the environment's action."""
+    """Loop that runs the tool calls in a reply and shows the model their answers. The loop ends at a reply
+    without a call, after `max_calls`, or when the path has no room left. The last reply is the response of
+    the episode, and the action for the environment if there is one."""
 
     class Arguments(Section):
         """`tool_use`: a policy that may call tools before it answers."""
@@ -63,13 +63,13 @@ class ToolUse:
         error: str = "error: {error}"
         """Format of the answer of a tool that failed."""
         timeout_s: float = Field(default=10.0, gt=0)
-        """Deadline in seconds of one call of a tool or of the environment. After a late tool call, the model
-        reads an error."""
+        """Deadline in seconds of one call of a tool or of the environment. If a tool call passes it, the
+        model reads an error."""
         output_chars: int = Field(default=2000, ge=1)
         """Most characters of a tool's answer. Longer answers are truncated."""
         environment: str | None = None
-        """Environment that gives the question and takes the final answer. None: the task's prompt and
-        `reward.name` are used."""
+        """Environment that asks the question and scores the final answer. None: the question is the task's
+        prompt, and `reward.name` scores the answer."""
         environment_args: dict[str, Any] = Field(default_factory=dict)
         """Arguments of the environment."""
         rewritten: Rewritten = "root"
@@ -79,7 +79,8 @@ class ToolUse:
         @field_validator("answer", "error")
         @classmethod
         def _format(cls, text: str, info: ValidationInfo) -> str:
-            """Return `text` if `str.format` accepts it with the field's name."""
+            """Return `text` unchanged. Raises `ValueError` if `str.format` does not accept it with the
+            field's name."""
             try:
                 text.format(**{str(info.field_name): ""})
             except (KeyError, IndexError, ValueError, AttributeError):
@@ -91,7 +92,7 @@ class ToolUse:
 
     @staticmethod
     def records_reward(arguments: Mapping[str, Any]) -> bool:
-        """Return whether the workflow records a reward for its episodes, from their environment."""
+        """Return whether the workflow records a reward for its episodes. It does if it has an environment."""
         return bool(arguments.get("environment"))
 
     def __init__(self, arguments: Arguments, resources: WorkflowResources) -> None:
@@ -159,8 +160,8 @@ class ToolUse:
 
 
 async def _generate(ctx: Context, segment: int, turn: int, *, plain: bool, opened: bool) -> tuple[Reply, str]:
-    """Return a reply and its text. A plain reply that a bracket stopped continues until it is a call or
-    ends."""
+    """Return a reply and its text. If a plain reply was stopped at a bracket that does not complete a call,
+    sampling continues until it is a call or ends."""
     left = ctx.sampling.max_new_tokens
     stop = (*ctx.sampling.stop, PLAIN_STOP) if plain else ctx.sampling.stop
     reply = await ctx.generate(parent=segment, turn=turn, stop=stop)

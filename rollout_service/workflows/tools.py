@@ -6,9 +6,9 @@
         return MEANINGS[word]
 
 Promise: a call returns one text of bounded length within its deadline, whatever the function does. An error
-becomes a text that the model reads, and is counted. A sync function runs in a thread, and an async function
-on the event loop. `@tool(inline=True)` also runs a sync function on the loop, for calls that take
-microseconds.
+is counted, and becomes a text that the model reads. A sync function runs in a thread, and an async function
+on the event loop. With `@tool(inline=True)`, a sync function runs on the event loop too, which is faster for
+calls that take only microseconds.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ class CallTimeout(ArealError):
 
 
 class CallsBusy(CallTimeout):
-    """A call did not start, because other calls hang or the host starts no more threads."""
+    """A call was not started, because other calls hang or the host starts no more threads."""
 
 
 class BlockingCalls:
-    """Runner of the user's blocking code, each call in a thread with a deadline. Belongs to one event loop.
+    """Runner of the user's blocking code. Each call runs in a thread and has a deadline. The runner belongs
+    to one event loop.
 
-    A call past its deadline raises `CallTimeout` and blocks nobody. A thread cannot be ended, so a hanging
-    call keeps its place until it returns. There are at most `limit` places. If no place becomes free within a
+    A call past its deadline raises `CallTimeout` and blocks no other work. At most `limit` calls run at once.
+    A thread cannot be ended, so a hanging call counts until it returns. If no place becomes free within a
     call's deadline, the call fails with `CallsBusy`."""
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -94,8 +95,8 @@ class BlockingCalls:
 
 
 async def contained(work: Awaitable[T]) -> T:
-    """Await the user's `work`. An exception that would end this process, or cancel a task that nobody
-    cancelled, becomes a RuntimeError. Otherwise an answer could cause either."""
+    """Await the user's `work`. An exception that would end this process, or cancel a task without a request
+    to do so, is raised as a RuntimeError. Otherwise an answer of the model could cause such an exception."""
     task = asyncio.current_task()
     try:
         return await work
@@ -129,7 +130,7 @@ class Tool:
     inline: bool = False
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Call the function itself, so that tests can use it directly."""
+        """Call the function directly, for example in tests."""
         return self.function(*arguments, **named)
 
     @property
@@ -162,7 +163,8 @@ def tool(function: Callable[..., Any], /) -> Tool: ...
 @overload
 def tool(*, name: str = "", inline: bool = False) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(function: Callable[..., Any] | None = None, /, *, name: str = "", inline: bool = False) -> Any:
-    """Make a function a tool. A chat model sees its docstring and type hints."""
+    """Make a function a tool. A chat model gets its docstring and type hints as the description of the
+    tool."""
 
     def mark(marked: Callable[..., Any]) -> Tool:
         if not callable(marked):
@@ -179,7 +181,7 @@ def tool(function: Callable[..., Any] | None = None, /, *, name: str = "", inlin
 
 
 def load_tools(names: Iterable[str]) -> dict[str, Tool]:
-    """Return tools by their own names (`areal_async.config.registry`). Raises `ToolError`."""
+    """Load tools (`areal_async.config.registry`) and return them by their own names. Raises `ToolError`."""
     tools: dict[str, Tool] = {}
     for name in names:
         try:
@@ -215,9 +217,9 @@ Arguments = str | Mapping[str, Any]
 async def run_tool(
     resources: WorkflowResources, name: str | Tool, arguments: Arguments, timeout_s: float | None = None
 ) -> ToolAnswer:
-    """Call a tool, by default with the resources' deadline. Text is its only argument, and a mapping has its
-    named arguments. Errors of the tool become its answer, except `InfrastructureFault`, which is raised.
-    Raises `CallsBusy` too."""
+    """Call a tool, by default with the deadline in `resources`. If the arguments are a text, it is the tool's
+    only argument. A mapping has the arguments by name. Errors of the tool become its answer, except that
+    `InfrastructureFault` and `CallsBusy` are raised."""
     tools, timeout_s = resources.tools, resources.timeout_s if timeout_s is None else timeout_s
     output_chars = resources.output_chars
     called = name if isinstance(name, Tool) else tools.get(name)
@@ -245,7 +247,7 @@ async def run_tool(
 
 
 def cut(text: str, limit: int) -> str:
-    """Return the first `limit` characters of `text`, with a note if more are missing."""
+    """Return the first `limit` characters of `text`, with a note if the rest was cut off."""
     return text if len(text) <= limit else f"{text[:limit]}… (cut: {limit} of {len(text)} characters)"
 
 

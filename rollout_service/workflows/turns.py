@@ -1,18 +1,21 @@
-"""Prompts as ids, and the continuation of a path of ids after an answer.
+"""Conversion of prompts to ids, and the continuation of a path of ids after an answer.
 
-An answer is sampled ids. They are never made from text again. The next call shows the same conversation with
-the answer and new messages after it: the rendering R. The answer was sampled after the rendering P, which
-ends with the header that the template puts before an answer. The text after the sampled ids is the rest of R
-(`tail`). This works only if R still shows the earlier conversation, in one of two ways:
+An answer consists of sampled ids, which must never be replaced by ids of a new tokenisation. Let P be the
+rendering after which the answer was sampled. P ends with the header that the template puts before an answer.
+Let R be the rendering of the next call: the same conversation with the answer and new messages after it. The
+ids of the path are then continued with the text that R has after the answer (`tail`). This is possible only
+if R still shows the earlier conversation, in one of two ways:
 
-- R begins with P and the answer exactly as sampled. This also covers a template that opens a thought in P.
-- R shows the same answer in another spelling. Only white space and the JSON format of tool calls may differ,
-  because they do not change the meaning. R must then begin with the rendering of the conversation up to the
-  answer. Otherwise R must show the answer up to the first closing of a turn.
+- R begins with P, followed by the answer exactly as sampled. This includes templates that open a thought in
+  P.
+- R shows the same answer in another spelling, which differs only in white space or in the JSON format of tool
+  calls, because these do not change the meaning. The answer in R is found in one of two ways: as the end of
+  the rendering of the conversation up to the answer, if R begins with that, or else as the text up to the
+  first closing of a turn.
 
-The rest begins with the closing of the answer's turn, without the part that the model has sampled. If a
-template drops or moves text, the path ends. Qwen3, for example, drops earlier thinking. Workflows and the
-gateway both use this rule.
+The continuation begins with the closing of the answer's turn, without the part that the model has sampled
+itself. If a template drops or moves earlier text, the path ends. The template of Qwen3, for example, drops
+earlier thinking. Workflows and the gateway both use this rule.
 """
 
 from __future__ import annotations
@@ -53,10 +56,10 @@ Calls = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class SampledText:
-    """An answer: as sampled, and as a message in the conversation."""
+    """An answer, both as it was sampled and as a message in the conversation."""
 
     raw: str
-    """Decoded with every special token."""
+    """Decoded text with every special token."""
     content: str
     calls: Calls = ()
     end: str = ""
@@ -64,7 +67,7 @@ class SampledText:
 
 
 class Spelled(NamedTuple):
-    """Text and tool calls of a rendered turn."""
+    """Text and tool calls in a rendered turn."""
 
     text: str
     calls: Calls = ()
@@ -75,10 +78,9 @@ class RenderedPrompt:
     """A conversation as sent to the engine."""
 
     text: str
-    """Rendering with the assistant's turn opened."""
+    """Rendering that ends with the header of the assistant's turn."""
     before: str | None
-    """Rendering without the opened turn. The value is None if the template does more than append the
-    opening."""
+    """Rendering without that header. The value is None if the template does more than append the header."""
 
 
 def tail(
@@ -90,11 +92,12 @@ def tail(
     past: Callable[[], str | None],
     spelled: Callable[[str], Spelled] = Spelled,
 ) -> str | None:
-    """Return the text that follows the answer's ids in `rendered`, a longer rendering. The answer was sampled
-    after `prompt`. Return None if `rendered` shows a different history.
+    """Return the text that follows an answer in `rendered`, a later rendering of its conversation. The answer
+    was sampled after `prompt`. Return None if `rendered` shows a different history.
 
-    `closing` is the text that the template puts after an answer. `past()` returns the rendering up to and
-    including `closing`. `spelled` reads text and tool calls of a rendered turn."""
+    `closing` is the text that the template puts after an answer. `past()` returns the rendering of the
+    conversation up to the answer, including `closing`. `spelled` reads text and tool calls from a rendered
+    turn."""
     given, before = prompt.text, prompt.before
     exact = given + said.raw
     if rendered.startswith(exact):
@@ -136,7 +139,8 @@ class Chat:
     """Text of the end token after the last message, if that is a sampled reply."""
 
     def said(self, text: str, end: str = "") -> Chat:
-        """Return the conversation with the model's reply. Consecutive replies form one message."""
+        """Return the conversation with a reply of the model appended. Consecutive replies form one
+        message."""
         if self.messages and self.messages[-1]["role"] == "assistant":
             last = {**self.messages[-1], "content": str(self.messages[-1]["content"]) + text}
             return replace(self, messages=(*self.messages[:-1], last), end=end)
@@ -146,16 +150,16 @@ class Chat:
         return replace(self, messages=(*self.messages, *messages), end="")
 
     def render(self, tokenizer: Tokenizer, *, opened: bool = True) -> str:
-        """Return the template's text. `opened` adds the opening of the next reply."""
+        """Return the conversation as rendered by the template. `opened` adds the header of the next reply."""
         return prompt_text(tokenizer, self.messages, self.tools, opened=opened)
 
 
 def continuation(tokenizer: Tokenizer, chat: Chat, new: Sequence[Message]) -> tuple[str, bool]:
     """Return the text between the reply that ends `chat` and the next reply. Also return whether the template
-    changes earlier text, so that nothing can follow.
+    changes earlier text, so that the path cannot continue.
 
-    Without a chat template, the text is the contents of `new`, joined by newlines. Raises `TurnError` if
-    `chat` does not end in a reply."""
+    Without a chat template, the text is the contents of the messages `new`, joined by newlines. Raises
+    `TurnError` if `chat` does not end in a reply."""
     if not tokenizer.chat_template:
         return message_texts(new), False
     if not chat.messages or chat.messages[-1]["role"] != "assistant":
@@ -174,7 +178,8 @@ def continuation(tokenizer: Tokenizer, chat: Chat, new: Sequence[Message]) -> tu
 
 
 def _unopened(tokenizer: Tokenizer, chat: Chat) -> str | None:
-    """Return the rendering of a chat without the next reply opened, or None if the template refuses it."""
+    """Return the rendering of a chat without the header of the next reply, or None if the template refuses
+    it."""
     try:
         return chat.render(tokenizer, opened=False)
     except Exception:  # a template may raise anything
@@ -201,7 +206,8 @@ class Rendered:
 
 
 class Renderer:
-    """Renderer of prompts as ids. It caches the last prompts, because a group's samples share one."""
+    """Renderer of prompts as ids. It caches the last prompts, because all samples of a group have the same
+    one."""
 
     def __init__(
         self, tokenizer: Tokenizer, ends: Collection[int] | None = None, *, remember: int = 64

@@ -1,9 +1,9 @@
 """The objective of a step: advantage × loss × correction × KL × normaliser, each a part named in the job
 file.
 
-The tables below map the names of the built-in parts to their modules. A part is a plain function on tensors.
-A decorator of `trainer_service.algorithms.parts` declares it, and `objective.py` combines the chosen parts.
-Reading a job file imports the parts, so their modules do not import torch.
+The tables below map the names of the built-in parts to their modules. A part is a plain function on tensors,
+which a decorator of `trainer_service.algorithms.parts` declares. `objective.py` combines the chosen parts.
+The modules of parts do not import torch at their top level, because the check of a job file imports them.
 """
 
 _HERE = "trainer_service.algorithms"

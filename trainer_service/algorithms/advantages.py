@@ -1,9 +1,9 @@
 """Advantages of samples, from the rewards of the samples of one group.
 
-`trainer.objective.group_by` defines a sample: an episode of a task, one agent's part of an episode, or the
-rewards from a turn on. R is a sample's reward and n is the size of its group. mean_g and std_g (n - 1) are
-over the group. Before any whitening over the batch, a group of one and a group with equal rewards get exactly
-0. `parts.py` describes how to write an advantage.
+`trainer.objective.group_by` defines what a sample is: an episode of a task, one agent's part of an episode,
+or the part of an episode from some turn on. R is the reward of a sample, and n is the size of its group.
+mean_g and std_g (with n - 1) are taken over the group. A group of one, and a group with equal rewards, get
+exactly 0, before any whitening over the batch. `parts.py` describes how to write an advantage.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def grpo(samples: Samples, *, eps: Positive = 1e-6) -> Tensor:
 def dr_grpo(samples: Samples) -> Tensor:
     """Return A = R - mean_g: f64 [N].
 
-    It has no std, because the std favours tasks that are nearly always or nearly never solved. Use it with
-    the `constant` normaliser. With `group_by: task_turn` it is the advantage of MAGRPO. Source: Liu et al.
-    2025, "Understanding R1-Zero-like training", "Dr. GRPO"; Liu et al. 2025, "LLM collaboration with
-    multi-agent reinforcement learning" (MAGRPO)."""
+    There is no division by the std, because it gives more weight to tasks that are nearly always or nearly
+    never solved. Use it with the `constant` normaliser. With `group_by: task_turn` it is the advantage of
+    MAGRPO. Source: Liu et al. 2025, "Understanding R1-Zero-like training", "Dr. GRPO"; Liu et al. 2025, "LLM
+    collaboration with multi-agent reinforcement learning" (MAGRPO)."""
     return samples.centred(samples.reward)
 
 
@@ -66,8 +66,8 @@ def remax(samples: Samples) -> Tensor:
 def opo(samples: Samples) -> Tensor:
     """Return A = R - Σ_g l R / Σ_g l, where l is the number of a sample's trained units: f64 [N].
 
-    This baseline minimizes the variance if the gradient grows with the length. Source: Hao et al. 2025,
-    "On-policy RL with optimal reward baseline"."""
+    This baseline minimizes the variance of the gradient if the squared norm of a sample's gradient grows in
+    proportion to its length. Source: Hao et al. 2025, "On-policy RL with optimal reward baseline"."""
     return samples.centred(samples.reward, samples.length.double())
 
 
@@ -76,9 +76,9 @@ def pass_at_k(samples: Samples) -> Tensor:
     """Return A = r_max - r_second for the best sample of the group and 0 for the others: f64 [N].
 
     A sample's advantage is its contribution to the best reward of the group: max_g minus the max of the
-    others. The objective is then pass@k, where k is the size of the group. Two equally good samples
-    contribute nothing. Source: Tang et al. 2025, "Optimizing language models for inference time objectives
-    using reinforcement learning" (leave-one-out; k samples a task)."""
+    others. The objective is then pass@k, where k is the size of the group. If two samples are equally good,
+    neither contributes anything. Source: Tang et al. 2025, "Optimizing language models for inference time
+    objectives using reinforcement learning" (leave-one-out; k samples a task)."""
     return (samples.reward - samples.others_best(samples.reward)).clamp(min=0.0)
 
 
@@ -87,8 +87,8 @@ def gdpo(samples: Samples, *, weights: dict[str, float] | None = None, eps: Posi
     """Return A = Σ_c w_c · (R_c - mean_g) / (std_g + eps), whitened over the samples of the batch: f64 [N].
 
     c are the components of the reward. `weights` selects components and gives their w_c; by default every
-    component has weight 1. A sample without a component is left out of that component's comparison. Source:
-    Liu et al. 2026, "GDPO". Raises `ObjectiveError` if no reward of the step has any of the components."""
+    component has weight 1. For each component, only samples that have it are compared. Source: Liu et al.
+    2026, "GDPO". Raises `ObjectiveError` if no reward of the step has any of the components."""
     chosen = weights or dict.fromkeys(samples.components, 1.0)
     found = {name: values for name, values in samples.components.items() if name in chosen}
     if not found:

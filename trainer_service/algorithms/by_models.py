@@ -1,5 +1,5 @@
-"""Advantages from additional models: a reference, a teacher or a process reward model. Each model contributes
-only its log-probs of the sampled units."""
+"""Advantages from the log-probs that additional models give to the sampled units. The models are a reference,
+a teacher or a process reward model."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def pairs_of(reward: Tensor, group: Tensor, keep: Tensor) -> Tensor:
 def distill(units: UnitTable, *, gamma: Fraction = 0.0) -> Tensor:
     """Return A_t = Σ_{k≥t} γ^{k-t} (teacher - prox): f64 [U].
 
-    This is the negative reverse KL to a teacher; with γ = 0 each unit has only its own term. Rewards do not
-    count. Source: Agarwal et al. 2024, "On-policy distillation of language models" (GKD), with the gradient
-    of Lu 2025, "On-policy distillation"."""
+    This is an estimate of the negative reverse KL divergence from a teacher. With γ = 0 each unit has only
+    its own term. Rewards have no effect. Source: Agarwal et al. 2024, "On-policy distillation of language
+    models" (GKD), with the gradient of Lu 2025, "On-policy distillation"."""
     return units.in_time().to_go(units["teacher"].double() - units["prox"].double(), gamma)
 
 
@@ -79,9 +79,9 @@ def prime(units: UnitTable, *, gamma: Fraction = 1.0, beta: Positive = 0.05, whi
     """Return A_t = Σ_{k≥t} γ^{k-t} (r_k - mean of the others' r̄) + R - mean of the others' R: f64 [U].
 
     r = β (process - ref), and r̄ is an episode's mean of r. The others are the other episodes of its group;
-    without others the advantage is 0. The process reward model is trained with the policy to predict whether
-    episodes earn their reward (`process_slopes`). Source: Cui et al. 2025, "Process reinforcement through
-    implicit rewards", eq. 5."""
+    without others the advantage is 0. The process reward model is trained together with the policy, to
+    predict whether episodes get a reward (`process_slopes`). Source: Cui et al. 2025, "Process reinforcement
+    through implicit rewards", eq. 5."""
     import torch
 
     from trainer_service.algorithms.credit import Samples
@@ -114,8 +114,8 @@ def process_slopes(units: UnitTable, beta: float, balanced: bool = False) -> tup
     clamped to [1/n, 1 - 1/n].
 
     The figures are `loss`, `accuracy` and `auc`. `auc` is the share of pairs of a right and a wrong episode
-    in which the right episode has the larger s; ties count half. Chance is 0.5, whatever the share of right
-    episodes. If all episodes are right, or none is, there is no `auc`."""
+    in which the right episode has the larger s; ties count half. A random order has 0.5, whatever the share
+    of right episodes. If all episodes are right, or none is, there is no `auc`."""
     import torch
     import torch.nn.functional as F
 

@@ -37,11 +37,11 @@ def decoupled(
 ) -> WithFigures:
     """Return min(w, cap): f32 [S].
 
-    With `level: sequence` it is min(Π w over the episode, cap), which is exact. However, a long episode's
-    product is almost always near 0 or at the cap. In the decoupled PPO objective, the ratio of the loss is
-    against the proximal policy. The weight w is the unit's probability under that policy divided by its
-    probability under the behaviour policy. Source: Hilton et al. 2022, "Batch size-invariance for policy
-    optimization", eq. 5; Fu et al. 2025, "AReaL"."""
+    With `level: sequence` it is min(Π w over the episode, cap). Without the cap, this product is the exact
+    importance weight. However, the product of a long episode is almost always near 0 or at the cap. In the
+    decoupled PPO objective, the ratio of the loss is against the proximal policy. The weight w is the unit's
+    probability under that policy divided by its probability under the behaviour policy. Source: Hilton et al.
+    2022, "Batch size-invariance for policy optimization", eq. 5; Fu et al. 2025, "AReaL"."""
     if level == "sequence":
         weight = ratio_of(units.by_episode(_log_weight(units))[units.episode]).float()
     return weight.clamp(max=cap), {"truncated_share": weight > cap}
@@ -99,10 +99,10 @@ def m2po(weight: Tensor, units: UnitTable, *, threshold: Positive = 0.04, cap: P
     [S].
 
     A unit is a candidate if A (prox - beh) > 0. Candidates of the whole step are dropped in descending order
-    of (prox - beh)² until the mean of the remaining candidates is at most `threshold`. Candidates with equal
-    values are dropped together. Source: Zheng et al. 2025, "Prosperity before collapse" (M2PO). The choice of
-    candidates is taken from their code. If other units were dropped too, nothing would lead back to the
-    behaviour policy, and the policy would break down."""
+    of (prox - beh)², until the mean of this value over the remaining candidates is at most `threshold`.
+    Candidates with equal values are dropped together. Source: Zheng et al. 2025, "Prosperity before collapse"
+    (M2PO). The choice of candidates follows the authors' code. Other units are never dropped, because they
+    push the policy back towards the behaviour policy. Without them, the policy would break down."""
     d = _log_weight(units).double()
     outward = (units.advantage * d > 0) & units.mask
     moment = d.square().masked_fill(~outward, -1.0)
@@ -122,8 +122,8 @@ def _log_weight(units: UnitTable) -> Tensor:
 
 @correction(prox="behaviour")
 def bypass(weight: Tensor, units: UnitTable) -> Tensor:
-    """Return 1 for every unit: f32 [S]. The ratio of the loss is against the behaviour policy itself, so no
-    pass for a proximal policy is needed.
+    """Return 1 for every unit: f32 [S]. The ratio in the loss is taken against the behaviour policy itself,
+    so no forward pass for a proximal policy is needed.
 
     Source: the clipped objective of Schulman et al. 2017 in its original form."""
     return weight.new_ones(weight.shape)

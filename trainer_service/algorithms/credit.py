@@ -2,7 +2,7 @@
 
 A *sequence* is everything that one agent did in one episode, in the order of time. Its reward is the agent's
 own reward if the verdict has one, and otherwise the episode's reward. Rewards of segments and units assign
-parts of this reward to places in the sequence. The last unit of the sequence gets the rest. The rewards
+parts of this reward to places in the sequence. The last unit of the sequence gets the remainder. The rewards
 within a sequence therefore always sum to its reward.
 
 `group_by` selects the samples and their groups:
@@ -37,12 +37,12 @@ class Samples:
     length: Tensor
     """i64 [N]: number of trained units."""
     baseline: Tensor
-    """bool [N]: greedy samples, which only serve as baselines."""
+    """bool [N]: True for greedy samples, which only serve as baselines."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
     """f64 [N] by name: components of the episode's reward; NaN if the episode does not have the component."""
     sequence: Tensor | None = None
-    """i64 [N]: number of the sequence that a turn belongs to, if samples are turns. Later turns are at higher
-    indices."""
+    """i64 [N]: number of the sequence that a turn belongs to; None unless samples are turns. Later turns have
+    higher indices."""
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -93,7 +93,7 @@ class Samples:
     def whitened(self, values: Tensor, weight: Tensor, *, eps: float = 1e-8) -> Tensor:
         """Return f64 [N]: values [N] minus their mean, divided by their standard deviation (n - 1).
 
-        Both are over all samples of the step, and each sample counts `weight` [N] times."""
+        Both are taken over all samples of the step, in which each sample counts `weight` [N] times."""
         count = weight.sum().clamp(min=1)
         centred = difference(values, (values * weight).sum() / count)
         variance = (centred.square() * weight).sum() / (count - 1).clamp(min=1)
@@ -158,8 +158,8 @@ def samples_of_segments(segments: SegmentTable, group_by: str, *, turn_discount:
 
 
 def _of_team(segments: SegmentTable) -> Tensor:
-    """Return f64 [G]: reward of each segment for all agents together. The last segment of the last turn also
-    gets the rest of the episode's reward."""
+    """Return f64 [G]: reward of each segment if all agents form one team. The last segment of the last turn
+    also gets the remainder of the episode's reward."""
     turns = InTime.of(segments.episode, keys(segments.turn, segments.index))
     left = segments.episodes.reward.index_add(0, segments.episode, segments.given, alpha=-1)
     last = turns.order[torch.cat((~turns.follows, torch.ones(len(segments), dtype=torch.bool)[:1]))]
@@ -186,7 +186,7 @@ def with_penalty(units: UnitTable, penalty: Tensor | None) -> SegmentTable:
 
 def unit_rewards(units: UnitTable, penalty: Tensor | None) -> Tensor:
     """Return f64 [U]: reward of each unit minus its penalty [U]. The last unit of a segment also gets the
-    rest of the segment's reward. All ranks call it."""
+    remainder of the segment's reward. All ranks call it."""
     segments = units.segments
     assert segments is not None, "rewards of units need the table of segments"
     own, segment = units["own_reward"], units["segment"]

@@ -44,8 +44,8 @@ def value_terms(value: Tensor, units: UnitTable, clip: float | None) -> ValueTer
 
 
 class ValueStatistics:
-    """Accumulator for statistics of a step's micro-batches: how well the critic predicted the returns before
-    the step."""
+    """Accumulator, over the micro-batches of a step, of how well the critic predicted the returns before the
+    step."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64)

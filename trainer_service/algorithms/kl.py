@@ -1,9 +1,9 @@
 """Estimates of the distance from the reference policy, from the sampled units.
 
-With d = logp - ref of a sampled unit, the estimators are k1 = d, k2 = d²/2 and k3 = e^-d - 1 + d. The mean of
-k1 and k3 is KL(policy ‖ ref). The mean of k2 is not, but its gradient is the gradient of the KL. Source:
-Schulman 2020, "Approximating KL divergence"; on gradients Tang and Munos 2025, "On a few pitfalls in KL
-divergence gradient estimation for RL".
+With d = logp - ref of a sampled unit, the estimators are k1 = d, k2 = d²/2 and k3 = e^-d - 1 + d. The
+expectation of k1 and of k3 is KL(policy ‖ ref). The expectation of k2 is not, but the mean gradient of k2 is
+the gradient of the KL. Source: Schulman 2020, "Approximating KL divergence"; on gradients Tang and Munos
+2025, "On a few pitfalls in KL divergence gradient estimation for RL".
 """
 
 from __future__ import annotations

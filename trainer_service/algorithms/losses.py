@@ -33,7 +33,7 @@ def clipped(
 ) -> WithFigures:
     """Return max(-A ρ, -A clip(ρ, 1 - clip_low, 1 + clip_high)) and its clip figures.
 
-    The figures mark the units that have no gradient because the lower or the upper clip applies."""
+    The figures mark units whose gradient is 0 because the lower or the upper clip applies."""
     bound = -advantage * rho.clamp(1 - clip_low, 1 + clip_high)
     loss = (-advantage * rho).maximum(bound)
     if dual_clip is not None:
@@ -124,8 +124,8 @@ def cispo(
 ) -> WithFigures:
     """Return -sg(clip(ρ, 1 - clip_low, 1 + clip_high)) A logp with ρ = exp(logp - prox): f32 [S].
 
-    sg stops the gradient. Every unit keeps a gradient; the figures mark units with a clipped weight. Source:
-    MiniMax 2025, "MiniMax-M1", eq. 4 and 5."""
+    sg stops the gradient. So every unit keeps a gradient, and the figures mark units whose weight is clipped.
+    Source: MiniMax 2025, "MiniMax-M1", eq. 4 and 5."""
     rho = ratio_of(logp - units["prox"]).detach()
     return -rho.clamp(1 - clip_low, 1 + clip_high) * units.advantage * logp, {
         "clip_low_share": rho < 1 - clip_low,
@@ -139,8 +139,8 @@ def sapo(
 ) -> Tensor:
     """Return -A σ(τ (ρ - 1)) 4 / τ with ρ = exp(logp - prox): f32 [S].
 
-    τ depends on the sign of A. At ρ = 1 the gradient equals the gradient of `ppo`; it fades on both sides.
-    Source: Gao et al. 2025, "Soft adaptive policy optimization", sec. 3."""
+    τ depends on the sign of A. At ρ = 1 the gradient equals that of `ppo`, and it fades as ρ moves away from
+    1 in either direction. Source: Gao et al. 2025, "Soft adaptive policy optimization", sec. 3."""
     tau = (units.advantage > 0).float() * (tau_positive - tau_negative) + tau_negative
     gate = (tau * (ratio_of(logp - units["prox"]) - 1)).sigmoid() * 4 / tau
     return -units.advantage * gate
@@ -157,10 +157,10 @@ def dppo(
 ) -> WithFigures:
     """Return -A ρ, unclipped, with ρ = exp(logp - prox); 0 for a unit that has moved too far: f32 [S].
 
-    A unit has moved too far if its distance from prox, in the direction in which A pushes it, exceeds the
-    bound. `moved_share` counts these units. The distance from p to q is |q - p| for `tv`. For `kl` it is the
-    divergence between two-outcome distributions, this unit or any other: p log(p / q) + (1 - p) log((1 - p) /
-    (1 - q)).
+    A unit has moved too far if A pushes it further away from prox and its distance already exceeds the bound.
+    `moved_share` is the share of such units. The distance between the probabilities p and q of the unit is |q
+    - p| for `tv`. For `kl` it is the divergence between distributions with two outcomes, this unit or any
+    other: p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
 
     Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning" (binary TV and KL).
     There the distance is from the behaviour policy; use `correction: bypass` for that."""
@@ -173,7 +173,7 @@ def dppo(
 
 
 def log_rest(p: Tensor) -> Tensor:
-    """Return log(1 - p). 1 - p is clamped to at least 1e-8, because p may round to 1."""
+    """Return log(1 - p). The value 1 - p is clamped to at least 1e-8, because p may be rounded to 1."""
     return (1 - p).clamp(min=1e-8).log()
 
 
@@ -181,7 +181,7 @@ def log_rest(p: Tensor) -> Tensor:
 def kimi(logp: Tensor, units: UnitTable, *, tau: NotNegative = 0.1) -> Tensor:
     """Return -A logp + τ/2 D (logp - prox), with the gradient of τ/2 D²: f32 [S].
 
-    D = Σ over the episode's units of logp - prox. Over an episode the loss sums to -A Σ logp + τ/2 D².
+    D = Σ over the episode's units of logp - prox. Summed over an episode, the loss is -A Σ logp + τ/2 D².
     Source: Kimi team 2025, "Kimi k1.5", eq. 3, gradient of the surrogate, in which the log-ratio of the whole
     answer is squared."""
     ratio = (units["episode_mean"] * units["episode_units"]).detach()
@@ -193,9 +193,9 @@ def kimi(logp: Tensor, units: UnitTable, *, tau: NotNegative = 0.1) -> Tensor:
 def kimi_token(logp: Tensor, units: UnitTable, *, tau: NotNegative = 0.1) -> Tensor:
     """Return -A logp + τ/2 (logp - prox)²: f32 [S].
 
-    The penalty is on each unit alone. If all units move the same way, the penalty of `kimi` grows with the
-    square of the answer's length; this one does not. Source: as `kimi`, but with the log-ratio of each token
-    squared instead of the answer's."""
+    Each unit has a penalty of its own. If all units move in the same direction, the penalty of `kimi` grows
+    with the square of the answer's length, but this one grows only in proportion to it. Source: as `kimi`,
+    but with the log-ratio of each token squared instead of the answer's."""
     return -units.advantage * logp + tau / 2 * (logp - units["prox"]).square()
 
 

@@ -1,8 +1,8 @@
 """Normalisers: the coefficient of each unit in the loss of one optimizer update.
 
-That loss is Σ coefficient · (loss of the unit) over all micro-batches and ranks of the update. `Totals`
-counts over the whole update. The result therefore depends neither on the packing of rows nor on their ranks.
-`parts.py` describes how to write a normaliser.
+The loss of an update is Σ coefficient · (loss of the unit), over all its micro-batches and ranks. Because
+`Totals` counts over the whole update, the result depends neither on the packing of rows nor on their
+distribution over ranks. `parts.py` describes how to write a normaliser.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ OF_MODELS = ("ref", "value", "teacher", "process", "entropy")
 
 @dataclass(frozen=True)
 class UnitTerms:
-    """Terms of the objective for each unit, all [S]. All except `loss` are detached."""
+    """Terms of the objective, each with one value per unit [S]. All except `loss` are detached."""
 
     loss: Tensor
     """f32: weighted but not yet normalised; 0 where masked."""
@@ -79,18 +79,18 @@ class Objective:
             minibatches=minibatches,
             max_staleness=job.buffer.max_staleness if job is not None else 0,
         )
-        """Source of proximal log-probs: `recompute`, `reuse`, `loglinear`, or `behaviour` for the behaviour
-        policy's log-probs."""
+        """Source of the proximal log-probs: `recompute`, `reuse`, `loglinear`, or `behaviour` (the log-probs
+        of the behaviour policy)."""
         self._declare()
         self._check_parts()
 
     def _declare(self) -> None:
-        """Derive from the parts which work the trainer has to do."""
+        """Derive from the parts which columns, models and statistics the trainer must compute."""
         section, advantage, loss, correction = self._section, self._advantage, self._loss, self._correction
         penalised = self.kl.coefficient > 0
         self._penalised = penalised and self.kl.place == "reward"
-        """Whether a KL penalty is subtracted from the rewards. It is the penalty of the policy at the start
-        of the step."""
+        """Whether a KL penalty is subtracted from the rewards. The penalty is computed with the policy at the
+        start of the step."""
         self._of_units = {*loss.columns, *correction.columns}
         """Columns that the loss and the correction read."""
         declared = self._of_units | {*advantage.columns}
@@ -106,8 +106,8 @@ class Objective:
         self.needs_greedy = advantage.needs_greedy
         """Whether each group needs a greedy answer as its baseline."""
         self.over_episodes = loss.statistic is not None and section.loss_args.get("level") != "token"
-        """Whether the loss is defined over whole episodes (`Loss.statistic`) and the job does not set `level:
-        token`."""
+        """Whether the loss reads a statistic of whole episodes (`Loss.statistic`). With `level: token` it
+        does not."""
         self.trains_critic = "value" in self.columns
         self.has_own_critic = self.trains_critic and self.critic.kind == "model"
         """Whether a separate model computes the values."""
@@ -130,11 +130,11 @@ class Objective:
         in_loss = penalised and self.kl.place == "loss"
         own = self.trains_critic or self.trains_process or "advantage" not in loss.columns
         self.learns_without_advantage = section.entropy > 0 or in_loss or own
-        """Whether a batch still has a gradient if all its advantages are 0."""
+        """Whether a batch has a gradient even if all its advantages are 0."""
 
     def _check(self, job: JobConfig) -> None:
-        """Raise `ObjectiveError` if a part reports a mistake in the job. The check of the job file does not
-        import parts from a user's file."""
+        """Raise `ObjectiveError` if a part reports a mistake in the job. This is necessary because the check
+        of a job file does not import parts from a user's file."""
         for part in named_parts(job):
             if part.field.startswith("trainer.objective"):
                 for mistake in part.mistakes(job, run_own=True):
@@ -223,8 +223,8 @@ class Objective:
         return of_shape(f"the advantage {name} is of each {of} and was to return", values, count)
 
     def statistic(self, logp: Tensor, units: UnitTable) -> Tensor | None:
-        """Return f32 [S]: the statistic of each unit, whose mean over each episode the loss reads. The result
-        is None if the loss has no statistic."""
+        """Return f32 [S]: the statistic of each unit, or None if the loss has none. The loss reads the mean
+        of the statistic over each episode."""
         if self._loss.statistic is None:
             return None
         logp, units = masked(logp.float(), units.mask), self._with_prox(logp, units.cleared())
@@ -290,5 +290,5 @@ class Objective:
 
 
 def _part(kind: type[P], found: Any) -> P:
-    """Return the part. A plain function becomes a part with the default fields."""
+    """Return the object as a part. A plain function becomes a part with the default fields."""
     return found if isinstance(found, kind) else kind(found)

@@ -7,8 +7,8 @@ truncation:
     chi2  mean (w - 1)²              chi-square divergence of prox from beh, sampled from beh
     kl    mean (w log w - w + 1)     KL(prox ‖ beh), sampled from beh; never negative
 
-The entropy is the mean of -beh, sampled from beh. If the objective computes the entropy of the whole
-distribution, that value replaces it.
+The entropy is estimated as the mean of -beh over the sampled units. If the objective computes the entropy of
+the whole distribution, that value is reported instead.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SUMS = ("count", "w", "w_squared", "chi2", "kl", "surprise")
 
 
 class StepStatistics:
-    """Accumulator over the micro-batches of a step that starts from version `step`. `figures` names further
-    figures whose mean over units is computed."""
+    """Accumulator over the micro-batches of the step that starts from version `step`. `figures` names further
+    figures, of which it computes the mean over units."""
 
     def __init__(self, step: int, max_staleness: int, figures: Sequence[str] = ()) -> None:
         self._step = step
@@ -99,8 +99,8 @@ class StepStatistics:
 
 
 class EffectiveSamplesWatch:
-    """Watch on the effective share of the samples. It triggers after `patience` consecutive steps below
-    `floor`."""
+    """Monitor of the effective share of the samples (`ess`). It triggers after `patience` consecutive steps
+    below `floor`."""
 
     def __init__(self, floor: float, patience: int, advice: str) -> None:
         """`advice` is a sentence on which settings to change."""
@@ -108,7 +108,7 @@ class EffectiveSamplesWatch:
         self._below = 0
 
     def after_step(self, share: object) -> str:
-        """Return the advice in the step in which the patience ends, and an empty string in all other steps.
+        """Return the advice if the monitor triggers in this step, and an empty string otherwise.
 
         `share` is the effective share of the step. If it is not a number, the step does not count. A share at
         or above the floor restarts the count."""

@@ -128,7 +128,7 @@ def _teacher_is_one(job: JobConfig, part: str) -> Iterator[Mistake]:
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage(ObjectivePart):
-    """A part that computes how much better each sample, segment or unit is than expected."""
+    """A part that computes advantages: how much better each sample, segment or unit is than expected."""
 
     of: Of = "sample"
     needs_group: int = 1
@@ -136,10 +136,11 @@ class Advantage(ObjectivePart):
     needs_greedy: bool = False
     """Whether each group needs a greedy episode as its baseline."""
     unpenalised: bool = False
-    """Whether it does not read the reward from which a KL penalty is subtracted. It reads reward components
-    or other figures instead."""
+    """Whether a KL penalty on the reward has no effect on it, because it reads reward components or other
+    figures instead of the reward."""
     losses: tuple[str, ...] = ()
-    """Built-in losses that give the documented gradient with this advantage; empty if every loss does."""
+    """Built-in losses that give the documented gradient with this advantage. Empty means that every loss
+    does."""
 
     def __post_init__(self) -> None:
         if self.of not in get_args(Of):
@@ -208,10 +209,12 @@ class Loss(UnitPart):
     """A part that computes the loss of each unit from its log-prob."""
 
     corrects: bool = False
-    """Whether it already weighs by the behaviour policy; a correction would weigh a second time."""
+    """Whether the loss already applies importance weights of the behaviour policy, so that a correction would
+    apply them twice."""
     prox: Literal["", "loglinear"] = ""
-    """Choice of `prox: auto` for stale samples and one minibatch a step. `loglinear` fits a loss that then
-    bounds each unit's distance from the behaviour policy and would otherwise bound nothing."""
+    """Value of `prox: auto` for jobs with stale samples and one minibatch per step. With `loglinear`, a loss
+    that clips bounds each unit's distance from the behaviour policy. Otherwise it would bound nothing,
+    because with a single update the proximal policy equals the policy."""
     statistic: Callable[..., Tensor] | None = None
     """Function for a loss that is defined over episodes. It takes the arguments of the loss (logp f32 [S],
     units, keyword arguments) and returns f32 [S].
@@ -230,7 +233,7 @@ class Loss(UnitPart):
         minibatches: int,
         max_staleness: int,
     ) -> str:
-        """Return the source of proximal log-probs with these parts.
+        """Return the source of the proximal log-probs for this loss with the other parts.
 
         The source is `recompute`, `reuse`, `loglinear`, or `behaviour` for the behaviour policy's log-probs.
         `auto` becomes `recompute` if a part needs an extra pass. Otherwise, for stale samples, it is the
@@ -264,16 +267,17 @@ class Correction(UnitPart):
     """A part that computes a weight for each unit, for data that older weights sampled."""
 
     corrects: bool = True
-    """Whether the correction is valid for stale units. If not, a job with stale units must allow this
+    """Whether the correction is valid for stale units. If it is not, a job with stale units must allow it
     explicitly."""
     of: Literal["unit", "step"] = "unit"
     """`step` if the correction compares units; it is then called once with the table of the whole step."""
     prox: Literal["", "behaviour"] = ""
-    """`behaviour` if the ratio of the loss is against the behaviour policy instead of a proximal one."""
+    """`behaviour` if the ratio in the loss is taken against the behaviour policy instead of a proximal
+    one."""
 
     def over_step(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether it is called once with the whole step. The argument `level: sequence` also causes
-        this."""
+        """Return whether the correction is called once with the whole step. This is so with `of="step"`, and
+        with the argument `level: sequence`."""
         return self.of == "step" or arguments.get("level") == "sequence"
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
@@ -332,7 +336,7 @@ correction = _declares(Correction)
 def with_figures(
     part: UnitPart, values: Tensor, units: UnitTable, arguments: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Call the part and return its result and its figures. Raises `ObjectiveError` unless the figures are
+    """Call the part, and return its result and its figures. Raises `ObjectiveError` if the figures are not
     exactly the declared ones."""
     from trainer_service.errors import ObjectiveError
 

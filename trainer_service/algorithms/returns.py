@@ -1,7 +1,7 @@
 """Advantages of units and segments from the later rewards in their sequence.
 
-A sequence is everything that one agent did in one episode, in the order of time. It skips prompts, tool
-answers and masked units: the next unit is always the next trained unit."""
+A sequence is everything that one agent did in one episode, in the order of time. Prompts, tool answers and
+masked units are skipped, so the unit t + 1 is the next trained unit."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def gae(
 ) -> dict[str, Tensor]:
     """Return `advantage` A_t = δ_t + γλ A_{t+1} and `return` A + V, f64 [U] each.
 
-    δ_t = r_t + γ V_{t+1} - V_t. After the last unit V is 0. If a limit of the job cut the episode off, V
-    after the last unit is the last unit's own value, the best available estimate. `whiten` gives A mean 0 and
-    std 1 over all units of the batch. Source: Schulman et al. 2016, "High-dimensional continuous control
-    using generalized advantage estimation", eq. 16."""
+    δ_t = r_t + γ V_{t+1} - V_t. After the last unit V is 0. But if a limit of the job cut the episode off, V
+    after the last unit is the last unit's own value, because this is the best available estimate. `whiten`
+    gives A mean 0 and std 1 over all units of the batch. Source: Schulman et al. 2016, "High-dimensional
+    continuous control using generalized advantage estimation", eq. 16."""
     order, value = units.in_time(), units["value"].double()
     after = order.following(value, value * units["truncated"])
     found = order.to_go(units["reward"] + gamma * after - value, gamma * lam)

@@ -1,12 +1,12 @@
 """Losses of whole sequences for supervised, preference and reward-model training.
 
-A loss is a function of one number s for each of N sequences. This number is the sum of the units' log-probs,
-or the score that a reward model gives the sequence. The function returns the loss of each of n examples. The
-loss of the step is their mean. An example is one sequence, or a pair of consecutive sequences: the chosen
-one, then the rejected one.
+A loss reads one number s for each of N sequences: the sum of the log-probs of its units, or the score that a
+reward model gives it. The loss function returns one value for each of n examples, and the loss of the step is
+their mean. An example is either one sequence, or a pair of consecutive sequences, the chosen one before the
+rejected one.
 
-The `reward` of a loss is the number by which held-out sequences are ranked. Notation: π(y) is s, ref(y) is s
-under the reference, |y| is the number of units, and σ is the logistic function.
+The `reward` that a loss defines is the number by which held-out sequences are ranked. Notation: π(y) is s,
+ref(y) is s under the reference, |y| is the number of units, and σ is the logistic function.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class SequenceLoss:
     """Column of the back end whose sum is `s`."""
     paired: bool = True
     referred: bool = False
-    """Whether the loss compares with a reference."""
+    """Whether the loss needs a reference model."""
     zeroed: bool = False
     """Whether the loss needs z₀: the gains of answers after other prompts."""
     per_unit: bool = False
@@ -153,8 +153,8 @@ class SequenceLoss:
     def right(self, given: Sequences) -> Tensor:
         """Return f64 [m]: 1 for each correctly ordered comparison, 0 for a wrong one, ½ for a tie.
 
-        A paired loss compares the rewards of the chosen and the rejected sequence. With labels or scores,
-        each example is compared with up to 16 others."""
+        For a loss of pairs, a comparison is between the chosen and the rejected sequence. With labels or
+        scores, each example is compared with up to 16 others."""
         reward = self.reward(given)
         if self.paired:
             chosen, rejected = pairs(reward)

@@ -6,8 +6,9 @@ There are three levels, and each refers to the level above it:
     SegmentTable   G sampled segments with trained units, of all ranks; the same on every rank
     UnitTable      U sampled units of this rank's rows, or of one micro-batch of them
 
-Ids, never positions, connect the levels. `UnitTable.by_episode` and similar functions sum over units of all
-ranks. An advantage or a correction therefore depends neither on the packing of rows nor on their ranks.
+Ids, never positions, connect the levels. `UnitTable.by_episode` and similar functions sum over the units of
+all ranks. An advantage or a correction therefore depends neither on the packing of rows nor on their
+distribution over ranks.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class EpisodeTable:
     group: Tensor
     """i64 [E]"""
     baseline: Tensor
-    """bool [E]: greedy episodes. They serve only as baselines and are not trained."""
+    """bool [E]: True for greedy episodes, which serve only as baselines and are not trained."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
     """f64 [E] by name; NaN if the episode does not have the component."""
     parts: Sequence[Parts | None] = ()
-    """Rewards of segments, agents and units by episode, None if the verdict has none. The value is empty if
-    no episode has any."""
+    """Rewards of segments, agents and units for each episode, or None if its verdict has none. The whole is
+    empty if no episode has any."""
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -96,7 +97,8 @@ class SegmentTable:
     length: Tensor
     """i64 [G]: number of trained units."""
     given: Tensor
-    """f64 [G]: rewards that the verdict or the workflow gave to the segment and its units; 0 without any."""
+    """f64 [G]: sum of the rewards that the verdict or the workflow gave to the segment and its units; 0
+    without any."""
     reward: Tensor
     """f64 [G]: the segment's share of the reward of its agent's sequence (see `credit.py`)."""
 
@@ -120,7 +122,7 @@ class SegmentTable:
 
 @dataclass(frozen=True)
 class InTime:
-    """Sequences of entries, each in the order of time. M of the N entries of a table belong to a sequence."""
+    """The entries of a table, as sequences in the order of time. M of the N entries belong to a sequence."""
 
     order: Tensor
     """i64 [M]: indices of the entries, sequence by sequence, in ascending time."""
@@ -148,7 +150,8 @@ class InTime:
         """Return f64 [N]: G_k = value_k + discount · G_{k+1} along each sequence. Entries that were not kept
         get 0.
 
-        It sums over windows of 1, 2, 4 … entries; each window consists of two of the previous size."""
+        The sums are computed in parallel: for windows of 1, 2, 4 … entries, each made of two windows of the
+        previous size."""
         sums = values.double()[self.order]
         reach, shift, factor = self.follows, 1, discount
         while shift < len(sums) and bool(reach.any()):
@@ -226,8 +229,8 @@ class UnitTable:
         return replace(self, columns=cut, ranks=None)
 
     def cleared(self) -> UnitTable:
-        """Set the floating-point columns to 0 where the mask is False, so that a NaN there reaches neither a
-        sum nor a gradient."""
+        """Return the table with floating-point columns set to 0 where the mask is False, so that a NaN there
+        reaches neither a sum nor a gradient."""
         numbers = {name: column for name, column in self.columns.items() if column.is_floating_point()}
         return self.with_columns(**{name: masked(column, self.mask) for name, column in numbers.items()})
 
@@ -296,7 +299,7 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
 
 def difference(values: Tensor, mean: Tensor) -> Tensor:
     """Return `values` minus their mean. A difference within the rounding error becomes exactly 0, because it
-    carries no information."""
+    is only noise."""
     found = values - mean
     return found.masked_fill(found.abs() <= ROUNDING * values.abs(), 0.0)
 

@@ -5,9 +5,9 @@ its own optimizer. The back end hides how a model is distributed. All ranks call
 order, with the micro-batches of their own share. All ranks have the same number of micro-batches, some of
 them without rows.
 
-The back end runs all passes, so it may pipeline and reorder them and insert empty ones. Autograd stays
-inside, and no tensor with the width of the vocabulary leaves it. A pass returns *columns*, with one value for
-each unit of a micro-batch:
+The back end runs all passes itself, so it may pipeline them, reorder them and insert empty ones. The caller
+does not use autograd through the model, and no tensor with the width of the vocabulary leaves the back end. A
+pass returns *columns*, with one value for each unit of a micro-batch:
 
     logp     f32 [S]: log-softmax(logits / temperature) at the unit's token
     entropy  f32 [S]: entropy of the same distribution, in nats
@@ -68,7 +68,8 @@ class ModelUse:
     layer on the last hidden state replaces the output layer. `both` has the two layers. The value layer
     starts with zeros if the folder has none."""
     follows: bool = False
-    """Whether `follow` is called on the model. Its weights are then kept in fp32 and saved."""
+    """Whether `follow` will be called on the model. If so, its weights are kept in fp32 and saved in
+    checkpoints."""
 
     def __post_init__(self) -> None:
         if self.follows and self.optimizer is not None:
@@ -116,18 +117,18 @@ def model_columns(job: JobConfig) -> set[str]:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Place of a rank in its back end's layout, independent of its global number. Ranks that share the layers
-    or the tensors of a model have the same `data_rank`."""
+    """Place of a rank in the layout of its back end. Ranks that share the layers or the tensors of a model
+    have the same `data_rank`."""
 
     data_rank: int
     """Index of this rank's share of each batch, below `data_ranks`."""
     data_ranks: int
     """Number of shares in each batch."""
     reads: bool = True
-    """Whether the rank gets the rows of its share. If not, its micro-batches have no rows."""
+    """Whether the rank gets the rows of its share. If it does not, its micro-batches have no rows."""
     owns: bool = True
-    """Whether the rank owns the columns of its share: exactly one rank of each `data_rank` does. It must also
-    read, because functions of columns use the rows."""
+    """Whether the rank owns the columns of its share. Exactly one rank of each `data_rank` does. That rank
+    must also read the rows, because functions of columns use them."""
 
     def __post_init__(self) -> None:
         if self.owns and not self.reads:
@@ -145,12 +146,12 @@ class TrainingBackend(Protocol):
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Alias -> name, for tied tensors of the policy."""
+        """Alias -> name of the tensor that it is tied to, for the policy."""
 
     @property
     def adapted(self) -> Sequence[str]:
         """Layers of the policy that have an adapter. If there are any, only adapters are trained, saved and
-        exported (under peft's names). Only read with `trainer.lora`."""
+        exported (under peft's names). It is read only with `trainer.lora`."""
 
     def evaluate(self, model: str, batches: Batches, fn: OfColumns[T], *, columns: Names = LOGP) -> list[T]:
         """Return `fn(index, columns)` of each micro-batch, in their order, without gradients.
@@ -166,9 +167,9 @@ class TrainingBackend(Protocol):
         micro-batch, in any order, on the ranks that own the columns."""
 
     def gradient_norm(self, model: str = TRAINED_MODEL) -> float:
-        """Return the norm of the gradients; `optimizer_step` must be the next call. Models that are trained
-        together are checked with it before any of them changes. Raises `GradientNotFinite` like
-        `optimizer_step`."""
+        """Return the norm of the gradients. The next call for the model must be `optimizer_step`. With this
+        method, several models that are trained together can be checked before any of them changes. Raises
+        `GradientNotFinite` like `optimizer_step`."""
 
     def optimizer_step(self, model: str = TRAINED_MODEL) -> float:
         """Clip the gradients, update and clear them. Returns the norm of the gradients before clipping.
@@ -202,8 +203,9 @@ class TrainingBackend(Protocol):
         training continues. The next call reuses the memory, so the writing must be finished by then."""
 
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
-        """Restore the state that `save` wrote at these `updates`, on any number of ranks. If `updates` is
-        empty, only the weights of trained models are restored, for an export. Raises `CheckpointError`."""
+        """Restore the state that `save` wrote after these `updates` on any number of ranks. If `updates` is
+        empty, restore only the weights of trained models, which is enough for an export. Raises
+        `CheckpointError`."""
 
     def reads(self, files: Collection[str]) -> Collection[str]:
         """Return the files that `load` reads on this rank, from the names of all files that all ranks saved.

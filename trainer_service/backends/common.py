@@ -1,4 +1,5 @@
-"""Code that the back ends share: loading on all ranks, changes of a model with their errors, random state."""
+"""Code that the back ends share: loading on all ranks, updates of a model and their errors, and the random
+state."""
 
 from __future__ import annotations
 
@@ -93,8 +94,8 @@ class ChangingModel(ABC):
 
     @abstractmethod
     def _update(self, norm: float, rate: float) -> float:
-        """Clip the gradients with this norm, update with this rate, and clear the gradients. Returns the norm
-        of all updated weights, or any number that is finite exactly if they are."""
+        """Clip the gradients, whose norm is given, update with this rate, and clear the gradients. Returns
+        the norm of all updated weights, or any other number that is finite if and only if the weights are."""
 
     @abstractmethod
     def _move(self, source: Self, share: float) -> None:
@@ -130,8 +131,9 @@ class ChangingModel(ABC):
         return norm
 
     def begin_at(self, folder: Path, updates: Mapping[str, int]) -> bool:
-        """Take the number of updates from a checkpoint in `folder`. Returns whether the checkpoint has state
-        for this model. Raises `CheckpointError` if the model is missing."""
+        """Set the number of updates from a checkpoint in `folder`. Returns whether the checkpoint must have
+        files with the state of this model. Raises `CheckpointError` if the checkpoint does not list the
+        model."""
         if self.use.optimizer is None and not (self.use.follows and updates):
             return False
         if updates and self.name not in updates:

@@ -2,17 +2,17 @@
 
 The output layer is applied to all units at once, but only to a tile of the vocabulary at a time: a [S, tile]
 part of the logits. L_b is the log of a tile's sum of exponentials, and H_b is the entropy within the tile.
-The log of the whole sum is L = logsumexp_b L_b, and a tile's probability is exp(L_b - L). The entropy is the
-entropy of the choice of a tile plus the mean of the H_b (chain rule of entropy). The forward pass keeps L and
-the entropy of each unit.
+The log of the whole sum is L = logsumexp_b L_b, and the probability of a tile is exp(L_b - L). By the chain
+rule, the entropy is the entropy of the choice of a tile plus the mean of H_b under that choice. The forward
+pass keeps L and the entropy of each unit.
 
-The backward pass recomputes each tile's logits. Each tile has its own rows in the weight's gradient, so these
-are written once, in the weight's dtype. The gradient of the hidden states is a sum over tiles, in fp32. A sum
-in bf16, with its 8 bits, would lose the later tiles. Compared with keeping the logits, this costs one more
-product of hidden states and weight: a quarter of the layer's work.
+The backward pass recomputes each tile's logits. Each tile has its own rows of the weight's gradient, so these
+are written once, in the weight's dtype. The gradient of the hidden states is a sum over tiles. It is summed
+in fp32, because bf16 with its 8 bits would lose the later tiles. Compared with keeping the logits, this costs
+one more product of hidden states and weight, which is a quarter of the layer's work.
 
-If several ranks have a part of the vocabulary each, the same rule is applied again, with a rank's part as a
-tile. Every rank ends with the same columns and with the whole gradient of the hidden states.
+If the vocabulary is divided over several ranks, the same rule is applied again, with each rank's part as a
+tile. In the end, every rank has the same columns and the whole gradient of the hidden states.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trainer_service.data.microbatch import MicroBatch
 from trainer_service.errors import ModelError
 
 ALIGNED = 64
-"""Tiles wider than this are a multiple of it wide, because products are slower on unaligned rows."""
+"""The width of tiles is a multiple of this if it is larger, because products are slower on unaligned rows."""
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,8 @@ def batch_columns(
 def _at(states: Tensor, places: Tensor) -> Tensor:
     """Return [S, H]: the states at the places of units.
 
-    Units may share a place. As an embedding, the gradient is summed in a fixed order, so steps are
-    reproducible."""
+    Units may share a place. The lookup is an embedding, because its gradient is summed in a fixed order, so
+    that steps are reproducible."""
     return F.embedding(places, states)
 
 

@@ -1,10 +1,11 @@
-"""Probe of a model: its log-probs for packed rows must equal the model's own forward pass, or it is refused.
+"""Probe of a model. The model is refused unless its log-probs for packed rows equal those of its own forward
+pass.
 
-Some models use neighbouring tokens in ways that packing does not support: sinks, a state that continues into
-the next row, a custom mask. Their log-probs look right but are wrong. Every model of a trainer, trained or
-frozen, therefore computes a pack of four rows, two of them with a shared prefix. Its own eager forward pass
-computes each row alone, also in fp32. Windows are reduced to a few tokens, so that the rows are longer than
-them.
+Some models use neighbouring tokens in ways that packing does not support, such as attention sinks, a state
+that continues into the next row, or a custom mask. Packed log-probs of such models look right but are wrong.
+Every model of a trainer, trained or frozen, is therefore probed with a pack of four rows, two of which share
+a prefix. For comparison, its own eager forward pass computes each row alone. Both are in fp32. Attention
+windows are reduced to a few tokens, so that the rows are longer than the windows.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ def require_equal(rows: Sequence[TrainingRow], packed: Columns, own: Columns) ->
 def probed(name: str, config: Any, ranks: Ranks, probe: Callable[[], None]) -> None:
     """Run a probe of the model `name` on all ranks.
 
-    If the probe fails on one rank, every rank raises `UnfitModel`. This includes a forward pass that fails on
-    packed rows."""
+    If the probe fails on one rank, every rank raises `UnfitModel`. A forward pass that raises an error on
+    packed rows also counts as a failure."""
     error: Exception | None = None
     try:
         probe()

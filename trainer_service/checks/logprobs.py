@@ -1,17 +1,18 @@
-"""Self-check of log-probs: do the engine's log-probs match the weights of the version that it names?
+"""Self-check of log-probs: it tests whether the engine's log-probs match the weights of the version that the
+engine names.
 
-Every gradient assumes that they do. The check uses the first batch with units of the version that the step
-starts from. It recomputes their behaviour log-probs at the temperature of each call. If that batch is the
-first of this process, the engines may have started with this version. The check then runs a second time, to
-cover weight updates: on the first batch with units of a version that this process made.
+Every gradient assumes that they do. The check uses the first batch with units of the version from which the
+step starts. It recomputes the log-probs of these units at the temperature of each call. The engines may have
+started with this version instead of loading it as an update. In that case the check runs a second time, on
+the first batch with units of a version that this process made, to test weight updates too.
 
-It judges the whole distribution of the differences, not the largest one. Among a million units in bfloat16,
-rounding alone makes some differences large. An error in few units, such as one token id, shows in the mean of
-these units.
+The check uses the whole distribution of the differences, not the largest one, because among a million units
+in bfloat16, rounding alone makes some differences large. An error that affects only few units, such as those
+of one token id, shows in the mean over these units.
 
-Guarantees: it runs at most twice in the life of a trainer process, before any gradient of the batch. It costs
-a forward pass over the compared units, or only a look at the manifest if there are none. All ranks get the
-same result. Units that cannot be compared are counted by reason and never reported as compared.
+Guarantees: the check runs at most twice in the life of a trainer process, before any gradient of the batch.
+It costs a forward pass over the compared units. If there are none, only the manifest is read. All ranks get
+the same result. Units that cannot be compared are counted by reason and never reported as compared.
 """
 
 from __future__ import annotations
@@ -109,11 +110,11 @@ def rows_to_compare(
     """Return the rows of an episode at `item.places`, cut to units that `version` of one of the trainer
     `epochs` sampled.
 
-    Some units are approximate by the engine's own account. They are left out and counted in `skipped`. With
-    `update_mode` keep, these are units after a unit of another version. With session, they are all units of
-    an episode with such a unit, because its paths share a cache. With a `mixture`, the episode's routes are
-    replayed. With recompute, the tokens before an update then went through other experts when they were
-    computed again."""
+    Units whose log-probs the engine computes only approximately are left out and counted in `skipped`. With
+    the `update_mode` keep, these are units after a unit of another version. With session, they are all units
+    of an episode with such a unit, because its paths share a cache. With a `mixture`, the episode's routes
+    are replayed. With recompute, units after an update are then left out too, because the earlier tokens went
+    through other experts when they were computed again."""
     entry, places = item.entry, item.places or ()
     if entry.max_version < version:
         skipped[OTHER_VERSION] += sum(entry.rows[place][1] for place in places)
@@ -188,8 +189,8 @@ class CheckOutcome:
     max: float
     measured: LogprobGap
     allowed: LogprobGap | None
-    """Limits from the job or the engine. The value is None if the engine has no limits for this dtype and
-    kind of model."""
+    """Limits of the differences, from the job or the engine. The value is None if the engine has no limits
+    for this dtype and kind of model."""
     passed: bool
     skipped: Mapping[str, int]
     """Reason -> number of units in the batch that could not be compared."""
@@ -254,7 +255,7 @@ class LogprobCheck:
         self._mixture = mixture_to_replay(job)
         self._waited = False
         self._opened: int | None = None
-        """First step of this process. Versions above it are its own."""
+        """First step of this process. Higher versions were made by this process."""
         self.done = False
 
     def check(

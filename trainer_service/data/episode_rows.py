@@ -1,4 +1,4 @@
-"""Training rows from fetched codec blobs, with every check that precedes a gradient.
+"""Construction of training rows from fetched codec blobs, with all checks that precede a gradient.
 
 Guarantee `staleness_is_bounded`: `check_staleness` examines the units themselves on every rank, whatever the
 manifest and the buffer say. A violation is fatal. A unit that was not sampled from the trained policy's
@@ -122,7 +122,7 @@ def rows_of_episodes(
 
 
 def placed(found: TrainingRow, row: Row, episode: Episode) -> TrainingRow:
-    """Return the row `found` with the places of its units. It was cut from `row`."""
+    """Return the row `found`, which was cut from `row`, with the places of its units."""
     path = np.asarray(row.path, np.int64)
     ends = np.cumsum(row.lengths)
     step = np.searchsorted(ends, found.position, side="right")
@@ -142,7 +142,8 @@ def placed(found: TrainingRow, row: Row, episode: Episode) -> TrainingRow:
 
 
 def cut_off(segments: Segments) -> bool:
-    """Return whether a limit of the job ended the episode, and not its environment. The last flag decides."""
+    """Return whether a limit of the job ended the episode, and not its environment. The flag of the last
+    segment decides."""
     flagged = np.flatnonzero(segments.flags)
     return bool(len(flagged) and segments.flags[flagged[-1]] & SegmentFlag.TRUNCATED)
 
@@ -173,8 +174,9 @@ def read_episode(blob: Any, entry: BatchEpisode, policy: str) -> Episode:
 def routed(episode: Episode, routes: Any, mixture: Mixture) -> Episode:
     """Return the episode with its `routes`.
 
-    The episode is unchanged if there are no routes, if the bytes do not fit it, or if they name unknown
-    experts. The trainer's own routers then choose. Every step counts the replayed tokens."""
+    The episode is returned unchanged if there are no routes, if their bytes do not fit it, or if they name
+    unknown experts. The trainer's own routers then choose the experts. Each step reports how many tokens were
+    replayed."""
     if routes is None:
         return episode
     try:

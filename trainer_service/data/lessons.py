@@ -36,7 +36,8 @@ class Lesson:
     place: str = ""
     """Line or row of the example in its file, for error messages."""
     crossed: TrainingRow | None = None
-    """The prompt with the answer of another example. KTO evaluates this row but does not train on it."""
+    """The prompt followed by the answer of another example. KTO evaluates this row but does not train on
+    it."""
 
     @property
     def evaluated(self) -> tuple[TrainingRow, ...]:
@@ -81,8 +82,8 @@ def read_lessons(job: JobConfig, path: Path, tokenizer: Any) -> tuple[SequenceLo
 
 
 def crossed(lessons: Sequence[Lesson]) -> list[Lesson]:
-    """Return the lessons, each with a crossed row: its prompt and the answer of the lesson half the file
-    away.
+    """Return the lessons, each with a `crossed` row: its prompt, followed by the answer of the lesson that is
+    half the file away.
 
     The choice does not depend on the step. Neighbours are not used, because they may share a prompt."""
     away = max(1, len(lessons) // 2)

@@ -1,7 +1,7 @@
 """Loading of a step's data on all ranks.
 
 Only rank 0 asks the buffer for the manifest; it broadcasts the manifest as msgpack bytes. Every rank makes
-the same plan from it and fetches only its own episodes, by id. No rank sits in a collective while another
+the same plan from it and fetches only its own episodes, by id. No rank waits in a collective while another
 waits for the buffer (`Ranks.together`).
 """
 

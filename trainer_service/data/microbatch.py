@@ -1,11 +1,12 @@
 """Packed micro-batches: tensors of one forward pass, from rows of tokens.
 
-The shared prefix of rows in a group is packed once (`prefixes`), so a pack consists of trees of rows.
+A prefix that rows of a group share is packed only once (`prefixes.py`), so a pack consists of trees of rows.
 
 Three pure functions distribute the work; every rank computes the same result. `deal_groups` assigns whole
 groups to the minibatches (optimizer updates) of a step. `deal_rows` assigns the rows of a minibatch to ranks
 by cost. `spread` assigns the rows of one rank to micro-batches. All ranks have the same number of
-micro-batches. A rank with too few rows has empty ones, whose passes contribute nothing.
+micro-batches. If a rank has too few rows, some of its micro-batches are empty, and their passes contribute
+nothing.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class MicroBatch:
     episode: Tensor
     """i64 [S]: index into the step's episodes."""
     routes: Tensor | None = None
-    """i16 [L, T, K]: experts that the engine chose in each layer of experts. -1 if the engine reported none
-    or left an expert out. The value is None if the model chooses for all tokens."""
+    """i16 [L, T, K]: the experts that the engine chose in each layer of experts. An entry is -1 if the engine
+    reported no expert there or left one out. The value is None if the model's own routers choose for all
+    tokens."""
 
     @property
     def n_tokens(self) -> int:
@@ -179,11 +181,12 @@ def deal_episodes(
 def deal_rows(costs: Sequence[Sequence[int]], ranks: int, groups: Sequence[int] | None = None) -> list[Share]:
     """Return the share of each rank. `costs` has the costs of each episode's rows; 0 for an untrained row.
 
-    `groups` [E] are the groups of the episodes; without it every episode is its own group. The costliest
-    piece is assigned first, to the rank with the smallest load. A piece is a whole group, because a prefix is
-    shared only on one rank. If the group would raise the rank above the ideal load, its episodes are assigned
-    one by one. The ideal load is the larger of the ranks' mean and the costliest row. If a single episode is
-    still too large, its rows are assigned one by one, and several ranks fetch it.
+    `groups` [E] are the groups of the episodes. Without it every episode is its own group. Pieces are
+    assigned in descending order of cost, each to the rank with the smallest load. A piece is a whole group if
+    possible, because a prefix can be shared only on one rank. If a group would raise the rank above the ideal
+    load, its episodes are assigned one by one. The ideal load is the larger of the ranks' mean and the
+    costliest row. If a single episode is still too large, its rows are assigned one by one, and several ranks
+    fetch it.
 
     Every row with a cost is in exactly one share. Every episode is in at least one share, even without rows,
     so that some rank fetches and checks its bytes. No share costs more than the ranks' mean plus the
@@ -223,10 +226,10 @@ WHOLE, GROUP = ALL = (-1, -2)  # Row number of a whole episode, and of a whole g
 def spread(lengths: Sequence[int], costs: Sequence[int], budget: int, passes: int) -> list[list[int]]:
     """Return the row indices of each of `passes` micro-batches with at most `budget` tokens.
 
-    `passes` must be at least the number that `pack` needs. The costliest micro-batch is first, so that the
-    ranks run their costliest passes together. The costliest row is assigned first, to the cheapest
-    micro-batch with room for it. If a row finds no room, the result is the packing by `pack`, filled up with
-    empty micro-batches."""
+    `passes` must be at least the number that `pack` needs. Rows are assigned in descending order of cost,
+    each to the cheapest micro-batch with room for it. If there is no room for a row, the result is that of
+    `pack`, filled up with empty micro-batches. The costliest micro-batch is returned first, so that the ranks
+    run their costliest passes at the same time."""
     plan: list[list[int]] = [[] for _ in range(passes)]
     tokens, loads = [0] * passes, [0] * passes
     for index in sorted(range(len(lengths)), key=lambda i: (-costs[i], -lengths[i], i)):

@@ -1,18 +1,20 @@
-"""Shared prefixes: tokens at the beginning of several rows of a group, packed and computed once.
+"""Shared prefixes: tokens at the beginning of several rows of a group, which are packed and computed only
+once.
 
 Rows of a group share their prompt. Turns share the earlier turns, and branches share their trunk. `plant`
 sorts the rows of each group so that rows with common prefixes are neighbours, and makes *trees* of them. The
-first row of a tree is packed completely. Every other row is packed without the `shared` tokens that the
-previous row also has. The tokens of a tree are thus in depth-first order. Each is packed once, at its
-position in the rows.
+first row of a tree is packed completely. Every other row is packed without its first `shared` tokens, which
+it has in common with the previous row. The tokens of a tree are thus in depth-first order, and each of them
+keeps its position within its row.
 
-Positions alone determine the prefixes. Token j of a tree is before token i on a row exactly if two conditions
-are true: j < i, and all tokens after j up to and including i have larger positions than j. Otherwise the path
-has left the branch of j. `branching_of` derives the structure for attention from this rule.
+The structure of a tree follows from the positions of its tokens alone. Token j precedes token i on some row
+if and only if j < i and all tokens after j, up to and including i, have larger positions than j. If one of
+them has not, the branch of j has ended before i. `branching_of` derives the structure for attention from this
+rule.
 
 Rows share only identical token ids at identical positions, and only within a group. Hidden states depend on
-nothing else, except for replayed routes. Tokens with different routes, or of which only one has a route, are
-not shared. Versions, temperatures and behaviour log-probs belong to units, and units are not shared.
+nothing else except replayed routes. So tokens are not shared if their routes differ, or if only one of them
+has a route. Versions, temperatures and behaviour log-probs belong to units, and units are never shared.
 """
 
 from __future__ import annotations
@@ -142,8 +144,8 @@ def _routed_otherwise(rows: Sequence[TrainingRow], window: NDArray[np.int64]) ->
 def _worth_it(lengths: list[int], shared: list[int], cost: RowCost) -> list[int]:
     """Return how many shared tokens of neighbouring rows are packed once.
 
-    In a small tree it is all or none, because its mask covers all pairs of its tokens. In a large tree it is
-    the long prefixes."""
+    In a small tree, either all shared tokens or none are packed once, because its mask covers all pairs of
+    its tokens anyway. In a large tree, only long prefixes are."""
     saved = sum(shared)
     tokens = sum(lengths) - saved
     if tokens > DENSE_TOKENS:
@@ -175,8 +177,8 @@ def places_of(
     """Return i64 [S]: for each unit of the rows, the place in the pack of the token before it, which predicts
     it.
 
-    With `before` 0 it is the place of the unit's own token. `starts` i64 [R] are the places of each row's
-    first own token."""
+    With `before` 0, return the place of the unit's own token instead. `starts` i64 [R] are the places of each
+    row's first own token."""
     shared = np.array([row.shared for row in rows], np.int64)
     row = np.repeat(np.arange(len(rows)), [len(each.position) for each in rows])
     at = np.concatenate([each.position for each in rows]) - before

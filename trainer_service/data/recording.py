@@ -1,9 +1,9 @@
 """Recorded batches: the data of trained steps.
 
-Steps are recorded with `trainer.record_batches`, and when a number in a step is not finite. After the step,
-each rank writes two files to `<run>/batches/step-000000/`. First it writes `episodes-<rank>.bin`, the
-concatenated codec blobs. Then it writes `step-<rank>.msgpack`, a `RankRecord` with the place of each blob,
-the buffer's manifest and the losses.
+A step is recorded if `trainer.record_batches` requests it, or if a number in it is not finite. After the
+step, each rank writes two files to `<run>/batches/step-000000/`: first `episodes-<rank>.bin`, the
+concatenated codec blobs, then `step-<rank>.msgpack`, a `RankRecord` with the place of each blob, the buffer's
+manifest and the losses.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Replay of routes: the trainer uses the engine's choice of experts instead of its router's own.
+"""Replay of routes: the trainer uses the experts that the engine chose instead of those that its own router
+would choose.
 
-A router scores every expert, chooses the best K and weighs their outputs by the scores. A replay uses the
-engine's K experts instead, and weighs them by the scores of the trainer's router. The gradient of the weights
-still reaches that router. The choice itself has no gradient; it is the choice under which the token was
-sampled.
+A router scores every expert, chooses the best K and weighs their outputs by the scores. A replay uses the K
+experts that the engine chose when it sampled the token, and weighs them by the scores of the trainer's
+router. So the gradient of the weights still reaches that router. The choice itself has no gradient in either
+case.
 
-All back ends share this arithmetic. `rules_of` derives the rules of a model's routers from their outputs for
-a few tokens, and `replayed` applies a rule. `mixture_to_replay` decides whether a job's trainer replays
-routes.
+All back ends share this arithmetic. `rules_of` finds out how a model's routers compute weights, from their
+outputs for a few tokens. `replayed` applies such a rule. `mixture_to_replay` decides whether a job's trainer
+replays routes.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def rules_of(model: Any) -> dict[type[nn.Module], RouterRule]:
 def mixture_to_replay(job: JobConfig) -> Mixture | None:
     """Return the structure of the model whose routes the job's trainer replays.
 
-    The result is None if it replays none. This includes `auto` for a model whose routers follow no known
-    rule. With `replay` such a model raises `ModelError`."""
+    The result is None if the trainer replays no routes. With `auto`, this is also so for a model whose
+    routers follow no known rule. With `replay`, such a model raises `ModelError`."""
     mixture = replayed_mixture(job)
     if mixture is None or not _has_rules(job.model, must=job.rollout.routes == "replay"):
         return None

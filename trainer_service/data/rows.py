@@ -1,8 +1,8 @@
 """Rows for training.
 
 A *row* is one root-to-leaf path of an episode, cut after its last sampled unit. Its last token is predicted
-but not an input, so a row of T tokens takes T - 1 places in a pack. It takes fewer places if it shares a
-prefix. If the row `feeds_last`, for a model that scores its units, the last token is an input too.
+but not an input, so a row of T tokens takes T - 1 places in a pack, or fewer if it shares a prefix. With
+`feeds_last`, for a model that scores units, the last token is an input too.
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ def _shares(ids: Array, of_workflow: Array, of_units: Array, episodes: EpisodeTa
 
     A sequence is everything that one agent did in one episode. Its reward is the agent's reward if the
     verdict has one, and otherwise the episode's reward. The rewards of segments come from the verdict, or
-    otherwise from the workflow. Rewards of units are added to them. The last segment of the sequence gets the
-    rest."""
+    otherwise from the workflow. Rewards of units are added to those of their segments. The last segment of
+    the sequence gets the remainder of the sequence's reward."""
     given, total = np.nan_to_num(of_workflow), episodes.reward.numpy()[ids[0]]
     bounds = np.searchsorted(ids[0], np.arange(len(episodes.parts) + 1))
     for number, parts in enumerate(episodes.parts):

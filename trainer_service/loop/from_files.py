@@ -1,8 +1,8 @@
 """Training from files: one loop for supervised, preference and reward-model training.
 
 The loss of an example is defined in `algorithms.sequence_losses`. `data.lessons` turns a file's rows into
-examples. The reference of a preference loss is the initial model. Its numbers are computed before the first
-step, for every example that later steps use. The reference therefore takes no memory during training.
+examples. The reference of a preference loss is the initial model. Its log-probs are computed before the first
+step, for every example that a step uses. So the reference takes no memory during training.
 
 The order of the examples depends only on the seed and the step. On the same number of ranks, a trainer that
 resumes from a checkpoint gives bit for bit the results of an uninterrupted run.
@@ -58,8 +58,8 @@ class FileTrainer:
         """Train until `trainer.steps`, the number of passes, or the requested accuracy is reached. Returns
         False if asked to stop earlier.
 
-        `restored` is the checkpoint to resume from; training continues as it would have without a stop. At
-        the end the model is in `<run_dir>/model`."""
+        `restored` is the checkpoint to resume from. Training then continues as if it had not been stopped. At
+        the end, the model is in `<run_dir>/model`."""
         begun = step = restored.manifest.step if restored is not None else 0
         if self._loss.referred and not self._refer(begun):
             return False
@@ -117,8 +117,8 @@ class FileTrainer:
     def _refer(self, begun: int) -> bool:
         """Compute the reference's numbers with the initial model. Returns False if asked to stop meanwhile.
 
-        They cover all held-out examples and the examples of all steps from `begun` on. The batches are those
-        of the first pass, so that a restarted trainer computes the same numbers."""
+        They cover all held-out examples and the examples of all steps from `begun` on. The examples are
+        batched as in the first pass over the file, so that a restarted trainer computes the same numbers."""
         needed: set[int] = set()
         for indices in itertools.islice(self._batches(), begun, self._job.trainer.steps):
             needed.update(indices)
@@ -171,7 +171,8 @@ class FileTrainer:
             return {name: value for name, value in found.items() if value is not None}
 
     def _batches(self) -> Iterator[list[int]]:
-        """Yield the indices of the examples of each step. A step never mixes two passes."""
+        """Yield the indices of the examples of each step. A step never has examples of two passes over the
+        file."""
         passes = self._job.tasks.passes
         for index in itertools.count() if passes is None else range(passes):
             yield from self._pass(index)
@@ -191,11 +192,11 @@ class FileTrainer:
         return wanted is not None and accuracy is not None and accuracy < wanted[0] / 2
 
     def _stop_asked(self) -> bool:
-        """Return whether rank 0 was asked to stop, so that all ranks stop at the same step."""
+        """Return on every rank whether rank 0 was asked to stop, so that all ranks stop at the same step."""
         return self._ranks.share(self._stopping.is_set(), bool)
 
     def _write(self, step: int, **fields: float) -> None:
-        """Write a record of the given fields; no record if there are none."""
+        """Write a record with the given fields, unless there are none."""
         if self._run_log is not None and fields:
             self._run_log.write(self._job.kind, policy=self._job.policy, step=step, **fields)
         if "accuracy" in fields:

@@ -1,7 +1,7 @@
-"""Training on one batch on one rank: plan, rows, and checks before the first gradient.
+"""Training on one batch, as done by one rank: the plan, the rows, and the checks before the first gradient.
 
-The learner knows neither the buffer nor the receivers of the weights. A job and a replay therefore use the
-same code.
+The learner has no access to the buffer and does not publish weights. So a job and the replay of a recorded
+batch use the same code.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def load_backend(job: JobConfig, ranks: Ranks, *, policy_alone: bool = False) ->
 
 
 class Learner:
-    """One rank's part of the training on batches. All ranks make the same calls. Without a `check`, the
+    """One rank's part in the training on batches. All ranks make the same calls. If `check` is None, the
     engine's log-probs are not checked."""
 
     def __init__(
@@ -91,8 +91,8 @@ class Learner:
     def mfu(self, batch: Batch, result: StepResult, busy_s: float) -> float | None:
         """Return the policy's model FLOP utilization in a step that took `busy_s`.
 
-        It is the share of all devices' peak that the forward and backward passes of the policy used.
-        Recomputation and passes that only compute a column do not count. The result is None if the peak or
+        It is the FLOP/s of the policy's forward and backward passes as a share of the peak of all devices.
+        Recomputation, and passes that only compute a column, do not count. The result is None if the peak or
         the model's dimensions are unknown."""
         peak = peak_flops(self._ranks.device, self._job.trainer.dtype)
         if peak is None or self._cost is TOKENS_ALONE or not busy_s:
@@ -124,7 +124,8 @@ class Learner:
                 self.objective.kl.coefficient = msgspec.json.decode(found)[KL_COEFFICIENT]
 
     def _after(self, step: int, result: StepResult) -> None:
-        """Adapt the coefficient of the KL penalty, and update the reference model if it is due."""
+        """Adapt the coefficient of the KL penalty after a step, and update the reference model if this is
+        due."""
         measured, reference = result.statistics.get("kl_ref"), self._job.trainer.reference
         if isinstance(measured, float):
             self.objective.kl.after_step(measured)

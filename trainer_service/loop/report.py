@@ -37,7 +37,7 @@ class BatchFigures:
     share_multi_version: float
     """Share of episodes with units of more than one version."""
     share_reused: float
-    """Share of episodes that an earlier step trained."""
+    """Share of episodes that were also trained in an earlier step."""
     response_length_mean: float
     response_length_max: int
     """Largest number of sampled tokens in an episode."""

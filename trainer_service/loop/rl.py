@@ -1,32 +1,32 @@
 """Training loop for reinforcement learning: batches in, versions out.
 
 Step s starts from version s. The trainer takes the batch of s, checks every unit's staleness again, trains,
-publishes snapshot s + 1 and commits s. The order matters: a committed step is already published, so no worker
-is admitted to a version that does not exist.
+publishes snapshot s + 1 and commits s. The order matters: a committed step is always published already, so
+admission never counts on a version that does not exist.
 
 A step waits only until its weights and its state are copied into host memory. Threads do the rest while the
 next step trains:
 
 - `_finish` waits until the snapshot is announced, then commits the step. A publication begins only when the
-  previous one is finished, so the buffer hands out at most one batch ahead of the commits.
+  previous one is finished, so the trainer is at most one batch ahead of the commits.
 - The state is written to disk every `checkpoint.every_steps` and after the last step. The buffer's ledger is
-  exported right after the step's commit and written with the state. The buffer may free the bytes only when
-  both are on disk (`checkpoint.py`).
-- More often, the state is only copied to shared memory. A trainer resumes from there if only its process died
-  (`saved_states.py`).
+  exported directly after the step's commit and written with the state. Only when both are on disk may the
+  buffer free the bytes of trained episodes (`checkpoint.py`).
+- More often, the state is only written to shared memory. A trainer resumes from there if only its process has
+  died (`saved_states.py`).
 
 An error in any of these threads ends the trainer.
 
 Guarantees:
 
-- `staleness_is_bounded`: a unit above η ends the trainer, on every rank.
+- `staleness_is_bounded`: a unit with a staleness above η ends the trainer, on every rank.
 - The engine's log-probs are checked before the first gradient (`checks/logprobs.py`).
 - Each step is one publication.
-- Waiting and computing are timed separately.
+- Time for waiting and time for computing are measured separately.
 
-A restarted trainer resumes from its newest state in memory or on disk, or else from version 0, under a new
-epoch. The buffer gives it the later batches again in their order. For each repeated version, the trainer
-tells the buffer whether the weights are the same as before.
+A restarted trainer resumes under a new epoch, from its newest state in memory or on disk, or else from
+version 0. The buffer gives it the later batches again in the same order. For each version that it publishes
+again, the trainer reports to the buffer whether the weights are the same as before.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ log = get_logger("trainer")
 
 @dataclass(frozen=True)
 class Beside:
-    """Other policies of the same job."""
+    """The other policies of the same job."""
 
     steps: Mapping[str, int]
     """Number of training steps of each other policy."""
@@ -141,7 +141,7 @@ class RlTrainer:
         self._published = PublishedVersions(self._run_dir)
         self._same_as: list[int] = []  # Earlier epochs that published the newest version with equal weights
         self._evaluated = -1
-        """Version of the restored checkpoint if exactly these weights were evaluated before; otherwise -1."""
+        """Version of the restored checkpoint if its weights were already evaluated, otherwise -1."""
 
     def run(
         self,
@@ -154,8 +154,8 @@ class RlTrainer:
         """Train to the last step. Returns False if the trainer was asked to stop earlier.
 
         `ready` is called once snapshots are served. `restored` is the checkpoint to resume from: `run` loads
-        its state and returns its ledger to the buffer. `left` is a later state in memory. The trainer resumes
-        from it if the buffer still has the batches after it."""
+        its state and sends its ledger to the buffer. `left` is a later state in memory. The trainer resumes
+        from `left` instead if the buffer still has the batches after it."""
         step = self._open(name, restored, left)
         self._backend.prepare_save()
         if self._publisher is not None:
@@ -195,7 +195,7 @@ class RlTrainer:
         return step
 
     def _opened(self, name: str, restored: Checkpoint | None, left: Checkpoint | None) -> tuple[int, bool]:
-        """Open the trainer at the buffer. Returns the new epoch and whether to resume from `left`."""
+        """Register the trainer with the buffer. Returns the new epoch, and whether to resume from `left`."""
         for begin in filter(None, (left, restored)):
             kind = "left" if begin is left else "restored"
             record_event(kind, policy=self._policy, step=begin.manifest.step, folder=begin.folder.name)
@@ -217,7 +217,7 @@ class RlTrainer:
         return opened.epoch
 
     def _note(self, event: str, **fields: Any) -> None:
-        """Record an event on rank 0, for all ranks."""
+        """Record an event of the trainer, on rank 0 only."""
         if self._ranks.first:
             record_event(event, policy=self._policy, epoch=self._epoch, **fields)
 
@@ -312,8 +312,8 @@ class RlTrainer:
         )
 
     def _keep_faulty(self, batch: Batch, blobs: FetchedBytes) -> str:
-        """Record one of the first faulty steps. Returns a sentence with the folder for the error message;
-        empty if the step is not recorded."""
+        """Record the batch of a faulty step, if it is one of the first. Returns a sentence with the folder
+        for the error message, or an empty string if the step is not recorded."""
         if batch.step not in self._faulty:
             if len(self._faulty) >= FAULTY_STEPS and not self._job.trainer.record_batches:
                 return ""
@@ -328,7 +328,7 @@ class RlTrainer:
             work.check()
 
     def _wait(self) -> None:
-        """Wait until everything in progress is published, committed and on disk, on every rank."""
+        """Wait until everything in progress is published, committed and written to disk, on every rank."""
         self._wait_for_commit(self._job.trainer.steps)
         for work in self._beside_steps:
             work.wait()
@@ -349,8 +349,7 @@ class RlTrainer:
         return set(publisher.pending_evaluations()) if isinstance(publisher, Publisher) else set()
 
     def _begin(self, version: int) -> Publication | None:
-        """Start to copy the weights for publication as `version`. They are pinned if the job evaluates
-        them."""
+        """Start to publish the weights as `version`. The snapshot is pinned if the job evaluates it."""
         if self._publisher is None:
             return None
         return self._publisher.begin(
@@ -370,7 +369,8 @@ class RlTrainer:
         *,
         export: bool = False,
     ) -> None:
-        """Wait for the publication of `version`. Then rank 0 commits the step that made it, if there is one.
+        """Wait for the publication of `version`. Then rank 0 commits the step that made this version, if a
+        step did.
 
         `committed` then receives the ledger as of that commit if `export` is set, and empty bytes
         otherwise."""
@@ -432,8 +432,8 @@ class RlTrainer:
             self._note("finished", step=self._job.trainer.steps)
 
     def _wait_for_evaluation(self) -> bool:
-        """Serve snapshots until every pinned one is evaluated, for at most `FINAL_EVALUATION_S`. Returns
-        False if asked to stop earlier."""
+        """Continue to serve snapshots until every pinned one is evaluated, for at most `FINAL_EVALUATION_S`.
+        Returns False if asked to stop earlier."""
         publisher = self._publisher
         if not isinstance(publisher, Publisher):
             return True
@@ -458,7 +458,8 @@ class RlTrainer:
         return True
 
     def _last_is_evaluated(self) -> bool:
-        """Return whether no evaluation of another policy needs these weights any more."""
+        """Return whether the last evaluations of all other policies are done, so that none needs these
+        weights any more."""
         if self._run_log is None or not self._beside.evaluated:
             return True
         return any(

@@ -1,4 +1,5 @@
-"""Readable samples: every few steps, some episodes are decoded and written with their advantages.
+"""Readable samples of the training: every few steps, some episodes are decoded and written with their
+advantages.
 
 A thread writes them while later steps train. An error costs only the samples of that step. A full disk is the
 exception: it ends the trainer, as it does for any record of the run.
@@ -45,7 +46,7 @@ class StepSamples:
 
     def chosen(self, plan: StepPlan, step: int, data_rank: int) -> list[int]:
         """Choose episodes of this rank for the samples of `step`, from as many groups as possible. Returns
-        their indices; the list is empty in most steps."""
+        their indices. In most steps there are none."""
         if not self._every or not self._number or step % self._every:
             return []
         seen: dict[int, int] = {}

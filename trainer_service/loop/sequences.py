@@ -1,10 +1,10 @@
 """One optimizer step on losses of whole sequences, and the measurements on them.
 
-A loss compares numbers s of sequences that may be in different micro-batches or on different ranks. The
-gradient is still exact, by the chain rule. If an example's rows are in different micro-batches, a pass
-without gradient computes s of all sequences. Then the derivatives dL/ds of these few numbers are taken. The
-pass with gradient accumulates the gradients of Σ dL/ds · s(θ). If every example is within one micro-batch,
-its loss is computed there, and no other pass is needed.
+A loss may compare the numbers s of sequences that are in different micro-batches or on different ranks. The
+gradient is still exact, by the chain rule: first, a pass without gradient computes s of all sequences. Then
+the derivatives dL/ds are computed from these few numbers. Last, the pass with gradient accumulates the
+gradients of Σ dL/ds · s(θ). If every example is within one micro-batch, its loss is computed there, and the
+extra pass is not needed.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class SequenceTrainer:
         return self._sums(self._packed(rows, groups), len(rows))
 
     def wrong(self, rows: Sequence[TrainingRow]) -> tuple[Tensor, Tensor]:
-        """Return `sums` of rows that are one example each, and i64 [N]: number of units that are not the arg
-        max."""
+        """Return `sums` for rows that are one example each, and i64 [N]: the number of units of each row
+        whose token is not the arg max."""
         wrong = torch.zeros(len(rows), dtype=torch.int64, device=self._ranks.device)
         sums = self._sums(self._packed(rows, np.arange(len(rows))), len(rows), wrong)
         self._ranks.sum(wrong)
         return sums, wrong
 
     def given(self, lessons: Sequence[Lesson], refs: Sequence[Sequence[float]] | None) -> Sequences:
-        """Return the sequences of lessons with 0 for `s`. `refs` has the reference's sums of each lesson's
-        `evaluated` rows."""
+        """Return the sequences of lessons, with `s` still 0. `refs` has the reference's sums for each
+        lesson's `evaluated` rows."""
         n = len(lessons[0].rows)
         known = [ref[:n] for ref in refs] if refs is not None else [[0.0] * n] * len(lessons)
         rows = [row for lesson in lessons for row in lesson.rows]
@@ -82,7 +82,7 @@ class SequenceTrainer:
     def train(
         self, lessons: Sequence[Lesson], names: Sequence[str], refs: Sequence[Sequence[float]] | None = None
     ) -> SequenceStep:
-        """Make one update on `lessons`; error messages use `names` for them.
+        """Make one update on `lessons`, which error messages call by `names`.
 
         Raises `DivergenceError` on every rank, before the update, if the loss or a number of a sequence is
         not finite."""

@@ -70,12 +70,13 @@ SOURCES = {
     "teacher": (TEACHER, "logp"),
     "process": (PROCESS, "logp"),
 }
-"""Columns that need a forward pass → the model that computes it, and the model's name for it."""
+"""Column that needs a forward pass → the model that computes it, and the name of the column in that model's
+output."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step as every rank sees it. Its E episodes are in manifest order."""
+    """The plan of a step, the same on every rank. The E episodes of the step are in manifest order."""
 
     episodes: list[BatchEpisode]
     groups: NDArray[np.int64]
@@ -83,8 +84,8 @@ class StepPlan:
     table: EpisodeTable
     """Rewards, groups and reward components of the episodes."""
     shares: list[list[Share]]
-    """Shares by [minibatch][data rank]. Each row is in exactly one share. If several ranks train rows of an
-    episode, each of them fetches the episode."""
+    """Shares of rows, indexed by [minibatch][data rank]. Each row is in exactly one share. If several ranks
+    train rows of an episode, each of them fetches the episode."""
 
     def share_of(self, data_rank: int) -> Share:
         """Return the rows that one data rank trains in the step, by episode and in training order."""
@@ -121,7 +122,8 @@ def plan_step(
 
 def check_manifest(batch: Batch, *, step: int, max_staleness: int) -> None:
     """Check the manifest of `step`. Raises `BatchError` if the manifest belongs to another step, names a
-    group or an episode twice, or has an empty group. Raises `StalenessViolation` if one is too stale."""
+    group or an episode twice, or has an empty group. Raises `StalenessViolation` if an episode is too
+    stale."""
     if batch.step != step:
         raise BatchError(f"asked for the batch of step {step}, got that of step {batch.step}")
     group_ids = [group.group_id for group in batch.groups]
@@ -156,8 +158,8 @@ class StepResult:
     """Result of a step. Only `micro_batches`, `advantages` and `seconds` differ by rank."""
 
     losses: list[float]
-    """Value of the objective for each minibatch, before its update. NaN if the update was skipped because a
-    number is not finite. 0 if the step had nothing to learn."""
+    """Value of the objective for each minibatch, before its update. It is NaN if the update was skipped
+    because a number is not finite, and 0 if the step had nothing to learn."""
     grad_norms: list[float]
     """Gradient norm of each minibatch before clipping; 0 if its update was skipped."""
     statistics: dict[str, object]
@@ -224,13 +226,13 @@ class StepInputs:
     """Function that every rank calls after a faulty minibatch, before the weights change.
 
     A minibatch is faulty if an advantage, the loss, a gradient, or a unit's log-prob or value is not finite.
-    Every rank also calls it if nothing is to be learned and the job must stop then. The returned text is
+    The function is also called if the step has no gradient and the job must stop in that case. Its text is
     appended to the error message."""
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """Part of one optimizer update on this rank."""
+    """This rank's part of one optimizer update."""
 
     batches: list[MicroBatch]
     units: list[UnitTable]
@@ -242,7 +244,8 @@ def train_step(
 ) -> StepResult:
     """Train a step. All ranks call it. If a number is not finite, every rank skips the update; with
     `on_non_finite: stop` every rank raises `NotFinite` instead. Raises `DivergenceError` if an update makes
-    weights that are not finite. Raises `NothingToLearn` if every advantage is 0 and the job must stop."""
+    weights that are not finite. Raises `NothingToLearn` if every advantage is 0 and the job must stop in that
+    case."""
     return _Step(backend, objective, ranks, inputs).run()
 
 
@@ -273,7 +276,7 @@ class _Step:
         """Whether this step trains only the critic."""
         self._statistics, self._values = self._new_statistics()
         self._now, self._values_now = self._new_statistics()
-        """Statistics of the current minibatch."""
+        """Statistics of the current minibatch, for the policy and for the critic."""
 
     def run(self) -> StepResult:
         trained = self._has_something_to_learn()
@@ -324,7 +327,7 @@ class _Step:
         return units.with_columns(teacher=found.to(ranks.device))
 
     def _with_computed(self, units: UnitTable) -> UnitTable:
-        """Add the columns that models compute before the first update. Each model takes one pass."""
+        """Add the columns that models compute before the first update, with one pass of each model."""
         asked: dict[str, dict[str, str]] = {}
         for column in sorted(self._objective.columns - {*units.columns}):
             model, own = SOURCES[column]
@@ -341,8 +344,8 @@ class _Step:
         return units
 
     def _has_something_to_learn(self) -> bool:
-        """Return whether to train the step. Raises `NothingToLearn` if there is nothing to learn and the job
-        must stop then."""
+        """Return whether the step has a gradient. Raises `NothingToLearn` if it has none and the job must
+        stop in that case."""
         units, objective, step = self._units, self._objective, self._inputs.step
         with self._left_out(0):
             self._check_advantages()
@@ -363,7 +366,7 @@ class _Step:
         return False
 
     def _check_advantages(self) -> None:
-        """Raise `NotFinite` if an advantage is not finite. The error names the column that caused it."""
+        """Raise `NotFinite` if an advantage is not finite, with the column that caused it."""
         units, names, objective = self._units, self._inputs.names, self._objective
 
         def faulty(column: str) -> list[int]:
@@ -401,8 +404,8 @@ class _Step:
 
     @contextmanager
     def _left_out(self, number: int) -> Iterator[None]:
-        """Skip the update of minibatch `number` if the block raises `NotFinite`. Raises the error again if
-        the job must stop then."""
+        """Context that skips the update of minibatch `number` if its block raises `NotFinite`. Raises the
+        error again if the job must stop in that case."""
         try:
             yield
             return
@@ -569,7 +572,7 @@ class _Step:
 
     def _train_process(self) -> dict[str, float]:
         """Update the process reward model once. The table already contains its log-probs, so the derivatives
-        of its loss are known before the pass."""
+        of its loss can be computed before the pass with gradient."""
         units = self._units
         slopes, figures = process_slopes(units, *self._objective.process)
         starts = list(accumulate([0, *(batch.n_units for batch in self._batches)]))

@@ -2,12 +2,12 @@
 
 Each remote rank copies its pieces into its own memory (`StagedPieces`) and sends them to a rank on rank 0's
 host. The receiving rank writes the pieces into the file and hashes them like its own pieces. The bytes of a
-file therefore do not depend on the placement of ranks. The pieces travel through the ranks' own group, not
-through the publisher's server. Several ranks of that host can receive pieces at once. A lost rank ends the
-publication as in any collective.
+file therefore do not depend on which hosts the ranks are on. The pieces are sent through the process group of
+the ranks, not through the publisher's server. Several ranks on rank 0's host can receive pieces at the same
+time. If a rank is lost, the publication fails as with any collective.
 
-Promises: a message has at most `MESSAGE_BYTES`, and a receiver keeps one piece. A receiver takes pieces from
-its senders in turn, so no sender waits for the whole of another.
+Promises: a message has at most `MESSAGE_BYTES`, and a receiver has only one piece in memory at a time. It
+takes pieces from its senders in turn, so no sender has to wait until another has sent everything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MESSAGE_BYTES = 16 << 20
 
 
 def receivers_of(hosts: Sequence[str]) -> dict[int, int]:
-    """Return the rank on rank 0's host that receives the pieces of each rank on another host. Pure."""
+    """Return, for each rank on another host, the rank on rank 0's host that receives its pieces. Pure."""
     there = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
     others = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
     return {rank: there[index % len(there)] for index, rank in enumerate(others)}
@@ -57,7 +57,7 @@ class StagedPieces:
         self._copies: dict[bytes, Tensor] = {}
 
     def copy(self, piece: TensorPiece) -> None:
-        """Copy a piece. On a GPU the copy may still be in progress when this method returns.
+        """Copy a piece. From a GPU, the copy may still be in progress when this method returns.
 
         Raises `SnapshotError` for a piece that the rank has not announced.
         """

@@ -1,13 +1,14 @@
-"""The trainer's end of the weights plane.
+"""The trainer's side of the distribution of weights.
 
 Promises:
-- A publication has a result once the snapshot is complete on disk and waiting receivers are being notified.
-  Before that, no receiver learns of it. `writing.py` describes which work the trainer waits for.
-- A separate thread serves receivers. Receivers do not delay training steps, and training steps do not delay
-  receivers.
-- The full snapshot is announced at once. Only receivers that can use the delta in progress wait for the
-  delta.
-- `retention.py` bounds memory. Old allocations are refilled after their last reader has left.
+- A publication is done once the snapshot is complete on disk and waiting receivers are being notified. No
+  receiver is told of the snapshot before that. `writing.py` describes which part of the work the trainer
+  waits for.
+- A separate thread serves receivers, so receivers and training steps do not delay each other.
+- The full snapshot is announced at once. If a delta is still being made, only receivers that can use it wait
+  for it.
+- `retention.py` bounds the number of snapshots. Files of old snapshots are filled again after their last
+  reader has finished.
 - `close` leaves no thread, no socket and no file.
 
 Any one thread except the publisher's own may call all methods. In a trainer of several ranks, each other rank
@@ -59,11 +60,11 @@ HOLD_MS = 600_000
 class Publisher(PieceWriter):
     """Write snapshots under `root` and announce them to receivers at `endpoint`.
 
-    Every snapshot contains `companions`. The newest `keep` snapshots stay, and others stay only while they
-    are needed. This limit also holds during the next write. `group` has the trainer's ranks. A receiver that
-    was told of a snapshot may read it for `HOLD_MS` without an acknowledgement. A delta is offered if its
-    share of the full size is below `deltas_below`. With None no deltas are made. `channel` is the publishing
-    end of the transport to the receivers.
+    Every snapshot contains `companions`. The newest `keep` snapshots stay, also while the next one is
+    written, and others stay only while they are needed. `group` is the group of the trainer's ranks. A
+    receiver that was told of a snapshot may read it for `HOLD_MS` without an acknowledgement. A delta is
+    offered if its size, as a share of the full size, is below `deltas_below`. With None, no deltas are made.
+    `channel` is the publishing end of the transport to the receivers.
     """
 
     def __init__(
@@ -93,7 +94,8 @@ class Publisher(PieceWriter):
         self._in_use: dict[VersionTag, int] = {}
         self._written: dict[VersionTag, SnapshotInfo] = {}
         self._retired: list[Path] = []
-        """Folders without readers. Removing gigabytes takes a while, and no step waits for it."""
+        """Folders without readers, to be removed in the background, because removing gigabytes takes a while
+        and no step may wait for it."""
         self._acks: deque[AckSnapshot] = deque(maxlen=MAX_ACKS)
         self._finished = False
         self._closing = False
@@ -151,7 +153,7 @@ class Publisher(PieceWriter):
     def close(self, *, remove: bool = True) -> None:
         """Stop serving and, with `remove`, remove every snapshot.
 
-        Receivers are not told that the run has ended, because a trainer that fails is restarted.
+        Receivers are not told that the publisher has stopped, because a trainer that fails is restarted.
         """
         thread = self._thread
         if thread is None:
@@ -222,7 +224,8 @@ class Publisher(PieceWriter):
         return written
 
     def _make_room(self) -> None:
-        """Retire unneeded snapshots, but keep as many model files as the next snapshots will fill."""
+        """Retire snapshots that are not needed, but keep as many of their model files as the next snapshots
+        will fill."""
         if self._taken is not None:  # left by a publication that failed
             spare_file(self._root, self._taken).unlink(missing_ok=True)
             self._taken = None

@@ -1,4 +1,5 @@
-"""Writing of a snapshot by the ranks of one trainer. Each rank writes its own pieces into one mapped file.
+"""Writing of a snapshot by the ranks of one trainer: each rank writes its own pieces into one memory-mapped
+file.
 
     writer = PieceWriter(root, group)              # on every rank; rank 0 uses its `Publisher`
     writer.prepare(pieces)                         # once: plans the layout and makes the files
@@ -6,15 +7,15 @@
     info = publication.result()                    # returns when the snapshot is announced
 
 Promises:
-- A piece is copied once, from its tensor to its place in the mapped file. No other memory grows with the
-  model. A rank on another host than rank 0 has no such file. It keeps a copy of its own pieces and sends them
-  to a rank that has the file (`handover.py`).
+- A piece is copied once, from its tensor to its place in the mapped file, so no other memory is needed in
+  proportion to the model. A rank on another host than rank 0 cannot map the file. It keeps a copy of its own
+  pieces and sends them to a rank that can (`handover.py`).
 - `begin` waits only for copies. Hashing, manifest and announcement continue in a thread.
 - Every rank learns the result of a publication. If any rank fails, the publication fails on all ranks before
   anything is announced.
 
-All ranks call `prepare` and `begin` in the same order. They begin a publication only after the previous
-publication has ended. Ranks on rank 0's host see the same `root`, and other ranks do not use theirs.
+All ranks must call `prepare` and `begin` in the same order, and begin a publication only after the previous
+one has ended. Ranks on rank 0's host share the folder `root`. Ranks on other hosts do not use it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ T = TypeVar("T")
 
 
 class FilePool(msgspec.Struct, frozen=True):
-    """Numbers of the existing model files. File n is called `.spare-<n>` while no snapshot contains it."""
+    """The existing model files, by number. File n is called `.spare-<n>` while it belongs to no snapshot."""
 
     existing: list[int]
     ready: list[int]
@@ -51,10 +52,10 @@ class FilePool(msgspec.Struct, frozen=True):
 
 
 class Lead(Protocol):
-    """The decisions and actions of rank 0 alone."""
+    """The decisions and actions for which rank 0 alone is responsible."""
 
     def offer_files(self) -> FilePool:
-        """Return the files to prepare. Called at first, and whenever a snapshot is announced."""
+        """Return the files to prepare. It is called at the start, and whenever a snapshot was announced."""
 
     def take_file(self, tag: VersionTag) -> FilePool:
         """Return the updated pool. The first ready file is filled with `tag`.
@@ -92,15 +93,16 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 Publication = Future[SnapshotInfo]
-"""A publication whose pieces are copied on this rank and which continues in the background.
+"""Future of a publication. The pieces of this rank are copied, and the rest of the work continues in the
+background.
 
-The result, on every rank, describes the announced snapshot. It raises `SnapshotError` if any rank failed, and
-the group's own error if a rank did not answer.
+On every rank, the result describes the announced snapshot. `result()` raises `SnapshotError` if any rank has
+failed, and the group's own error if a rank did not answer.
 """
 
 
 class PieceWriter:
-    """One rank's part in the publications of its trainer. One thread uses it."""
+    """One rank's part in the publications of its trainer. Only one thread may use it."""
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class PieceWriter:
         tied: Iterable[str] = (),
         lead: Lead | None = None,
     ) -> None:
-        """Create the writer. It leaves out pieces with a name in `tied`. Only rank 0 has a `lead`."""
+        """Create the writer. Pieces with a name in `tied` are not written. Only rank 0 has a `lead`."""
         self._root = root
         self._group = group if group is not None else SideGroup()
         self._tied = frozenset(tied)
@@ -194,7 +196,7 @@ class PieceWriter:
         evaluate: bool,
         final: bool,
     ) -> SnapshotInfo:
-        """Do all work that follows the copy, on a thread of its own.
+        """Do all work that follows the copy. This runs in a thread of its own.
 
         `gone` are files that are no longer in use. On rank 0's host, `found` is the file to fill.
         """
@@ -234,7 +236,7 @@ class PieceWriter:
         return said.info
 
     def _hear(self, of: Callable[[Lead], _Said]) -> _Said:
-        """Return the message of rank 0's lead on all ranks. If the lead fails, raises `SnapshotError` on all
+        """Return on all ranks what rank 0's lead returns. If the lead fails, raises `SnapshotError` on all
         ranks."""
         said: _Said | None = None
         if (lead := self._lead) is not None:
@@ -304,7 +306,8 @@ def _hand_over(
     layout: Layout,
     held: Sequence[list[Box]],
 ) -> None:
-    """Bring the pieces of ranks on other hosts into the file on rank 0's host. Raises as `_agree` does."""
+    """Write the pieces of ranks on other hosts into the file on rank 0's host. Raises the same errors as
+    `_agree`."""
     if not receivers:
         return
 
@@ -365,8 +368,8 @@ def _first_of(given: Sequence[_Given]) -> _Problem | None:
 
 
 def _try(action: Callable[[], T]) -> tuple[T | None, _Problem | None]:
-    """Return the result of `action`, or its problem. Other ranks wait for the problem, so it must not
-    raise."""
+    """Return the result of `action`, or its error as a problem. It must not raise, because the other ranks
+    wait for the outcome."""
     try:
         return action(), None
     except OSError as error:
@@ -380,7 +383,8 @@ def _each(
 ) -> _Problem | None:
     """Call `action` for every piece and return the first problem.
 
-    The loop continues after a problem, because the other ranks also process all their pieces.
+    The loop continues after a problem, because yielding the pieces is a joint operation, and the other ranks
+    also process all of theirs.
     """
     first: _Problem | None = None
 

@@ -1,8 +1,8 @@
 """`areal-async export`: write the weights of a checkpoint as a Hugging Face directory.
 
 The weights have the job's dtype and the names in the model's files, as in `<run>/model`. Trained adapters are
-merged, or only the adapter is written. `best` is the checkpoint with the highest known held-out accuracy;
-ties go to the newer. The optimizer's state is not read.
+merged into the model, or on request only the adapter is written. `best` is the checkpoint with the highest
+known held-out accuracy. If several have it, `best` is the newest of them. The optimizer's state is not read.
 """
 
 from __future__ import annotations

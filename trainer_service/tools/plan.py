@@ -1,8 +1,8 @@
 """`areal-async plan`: the memory that a job's trainer needs on each rank, and the micro-batches that fit.
 
-It reads the job file, the model's `config.json` and the headers of its safetensors files, but no weights.
-Without these files, transformers computes their shapes. Otherwise torch is only imported to find a visible
-GPU, if there is one.
+It reads the job file, the model's `config.json` and the headers of its safetensors files, but no weights. If
+there are no safetensors files, transformers computes the shapes of tensors. Otherwise torch is imported only
+to find a visible GPU.
 """
 
 from __future__ import annotations
@@ -224,7 +224,8 @@ def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None
 
 
 def _gpu(name: str | None, job: JobConfig) -> Gpu | None:
-    """Return the named GPU, or otherwise the visible one of the trainer, if there is one."""
+    """Return the GPU that the user named, or otherwise the GPU that is visible to the trainer, if there is
+    one."""
     if name is not None:
         if found := gpu_named(name):
             return found

@@ -2,9 +2,10 @@
 
 Promises:
 - Every call gets its verdicts exactly once, within `timeout_s` of the start of its last request.
-- An answer without a grade takes up to the same time again. The answer is at fault if the judge grades a
-  neutral answer to the same task. Otherwise the verdict is a `Failure` of the infrastructure.
-- At most `max_in_flight` requests are in flight. The queue and the length of an answer are bounded.
+- An answer that gets no grade takes up to the same time again, because the judge is then asked to grade a
+  neutral answer to the same task. If it does, the first answer is at fault. Otherwise the verdict is a
+  `Failure` of the infrastructure.
+- At most `max_in_flight` requests are in flight. The queue of calls and the length of a reply are bounded.
 """
 
 from __future__ import annotations
@@ -49,14 +50,15 @@ LIMITS = ClientLimits(
     most_bytes=4 << 20, connect_s=10.0, keepalive_s=2.0
 )  # servers close their connections after 5 s
 GREETING = "1 + 1 ="
-"""The request at the start that shows that a server answers. Its length is not limited, because some servers
-refuse a limit."""
+"""Request at the start that shows whether a server answers. The length of its reply is not limited, because
+some servers refuse a limit."""
 
 Vote = float | Failure | Timeout
 
 
 class Judge(QueuedBackend):
-    """A `ScoringBackend`. `spec.args` are `JudgeArguments`. The start waits `start_s` for a first server."""
+    """A `ScoringBackend`. `spec.args` are `JudgeArguments`. The start waits up to `start_s` for a first
+    server to answer."""
 
     def __init__(self, spec: RewardSpec, section: RewardSection, *, start_s: float = 30.0) -> None:
         """Create the judge. Raises `RewardLoadError` for invalid arguments."""
@@ -106,7 +108,8 @@ class Judge(QueuedBackend):
         return key
 
     async def _greet(self) -> None:
-        """Send one request to each server, to check key, model and path. At least one server must answer."""
+        """Send one request to each server, to check its key, model and path. At least one server must
+        answer."""
         until_s = time.monotonic() + self._start_s
         while True:
             found = await asyncio.gather(*(self._hello(one.url) for one in self._servers))
@@ -225,7 +228,7 @@ class Judge(QueuedBackend):
                 return Failure(told.kind, f"{told} (until the deadline of {self._timeout_s:g} s)")
 
     async def _take(self) -> ServerState:
-        """Return a server for one request. Waits while all servers rest."""
+        """Return a server for one request. Waits while all servers rest after failures."""
         while True:
             choice = choose(self._servers, time.monotonic())
             if isinstance(choice, ServerState):

@@ -1,4 +1,4 @@
-"""One request to an OpenAI-compatible server, and the way from its reply to a vote and a verdict."""
+"""One request to an OpenAI-compatible server, and the conversion of its reply to a vote and a verdict."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PASSES = frozenset({408, 409, 425, 429})  # statuses below 500 after which a ret
 _KEY = "Set api_key_env in reward.args to the variable that holds the key."
 _NAME = "Correct base_url (it ends in /v1 with most servers) or model in reward.args."
 ADVICE = {401: _KEY, 403: _KEY, 200: _NAME, 404: _NAME}
-"""Fixes for each status that is a permanent refusal."""
+"""Advice for the user, by the status of a permanent refusal."""
 
 Aggregate = Literal["mean", "majority", "median"]
 Quote = Literal["tags", "json", "none"]
 
 
 class Trouble(Exception):
-    """A request without a reply. `passes` means that a retry may succeed. `kind`: as in `Failure.kind`."""
+    """A request without a reply. `passes` means that a retry may succeed. `kind` is as in `Failure.kind`."""
 
     def __init__(
         self, kind: str, message: str, *, passes: bool, told_s: float | None = None, status: int = 0
@@ -70,8 +70,8 @@ async def ask(http: HttpClient, url: str, body: bytes) -> JudgeReply:
 def choice_of(url: str, content: bytes) -> JudgeReply:
     """Return the first choice of a body with status 200. Raises `Trouble`.
 
-    The trouble passes if the server failed: the body is not a completion, or the generation was aborted. No
-    answer can cause these failures.
+    The trouble passes if the body is not a completion or the generation was aborted. Such failures are the
+    server's, because no answer can cause them.
     """
     try:
         found = json.loads(content)  # msgspec refuses half a surrogate pair, which a judge may quote
@@ -152,7 +152,8 @@ class Parser:
         return {"type": "json_schema", "json_schema": named}
 
     def form(self, *, structured: bool) -> str:
-        """Return the sentence about the form of the grade, or an empty text if the template has it."""
+        """Return the sentence about the form of the grade, or an empty text with a `pattern`, because the
+        template then describes the form."""
         if not self._asked:
             return ""
         if structured:
@@ -215,11 +216,11 @@ def field_of(reply: str) -> str:
 def verdict_of(
     votes: Sequence[float], lost: Sequence[Failure | Timeout], needed: int, how: Aggregate
 ) -> Verdict:
-    """Return the verdict of `votes`, while other votes were `lost`.
+    """Return the verdict that follows from `votes` and from the reasons of the `lost` votes.
 
-    With fewer votes than `needed`, it is the verdict of a lost vote. A broken server comes before a reply
-    without a grade. A tie of a majority vote is an `Abstain`. With several votes, the components have the
-    number of votes and their spread.
+    With fewer votes than `needed`, it is the verdict for a lost vote: for a vote lost by a broken server if
+    there is one, otherwise for a reply without a grade. A tie of a majority vote is an `Abstain`. With
+    several votes, the score has their number and their spread as components.
     """
     asked = len(votes) + len(lost)
     if len(votes) < needed:
@@ -239,7 +240,7 @@ def verdict_of(
 
 
 def quoted(response: str, how: Quote) -> str:
-    """Return the response in the form for the judge. No part of it can imitate a part of the template."""
+    """Return the response, marked for the judge so that no part of it can imitate a part of the template."""
     if how == "none":
         return response
     if how == "json":

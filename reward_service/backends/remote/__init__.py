@@ -29,31 +29,33 @@ class RemoteArguments(Section):
     model_config = ConfigDict(hide_input_in_errors=True)
 
     urls: tuple[Url, ...] = Field(min_length=1)
-    """Its servers: `http://host:port` or `https://host`. The least loaded server that answers gets the next
-    request."""
+    """Addresses of its servers: `http://host:port` or `https://host`. The least loaded available server gets
+    the next request."""
     reward: str = ""
     """The reward's name at the server. Optional if the server offers only one."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the reward at the server, by name."""
     version: str = ""
-    """Required version of the reward. A server with another version is not used."""
+    """Required version of the reward. A server with another version is not used. If it is empty, any version
+    is accepted."""
     max_in_flight: int = Field(default=256, ge=1, le=65_536)
-    """Most unanswered requests at one server, each with one episode or group. The server may set a lower
+    """Most requests in flight at one server, each with one episode or group. The server may set a lower
     limit."""
     retries: int = Field(default=3, ge=0, le=1000)
-    """Retries of a call that a server lost, by a crash or an internal error, before its verdict is `error`. A
-    retry after the refusal `busy` does not count."""
+    """Retries of a call that a server lost by a crash or an internal error. After that its verdict is an
+    error. Retries after the refusal `busy` do not count."""
     connect_s: float = Field(default=60.0, gt=0)
     """Seconds that the start waits for a first server to answer."""
     outage_s: float = Field(default=120.0, gt=0)
-    """Seconds that calls wait while no server answers. After that their verdict is the error
+    """Seconds for which calls wait while no server answers. After that their verdict is an error of the kind
     `unreachable`."""
     token_env: str = ""
     """Environment variable with the token."""
     token_file: Path | None = None
     """Absolute path of a file with the token."""
     ca_file: Path | None = None
-    """Certificates that verify a server's certificate, for https with a private authority."""
+    """File with the certificates that verify a server's certificate, for https with a private certificate
+    authority."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -66,8 +68,8 @@ class RemoteArguments(Section):
         return self
 
     def token(self) -> str:
-        """Return the token, or an empty text without one. Raises `ValueError` with the field of a missing
-        token."""
+        """Return the token, or an empty text if none is configured. If the token of a field is missing,
+        raises `ValueError` with the field."""
         if self.token_env:
             found = os.environ.get(self.token_env, "")
             if not found:

@@ -1,15 +1,16 @@
-"""The reward `remote`: calls are scored by servers that speak
+"""The reward `remote`: servers score the calls, over the protocol of
 docs/reward-service.md#serve-a-reward-over-http.
 
 Promises:
-- Every submitted call gets its verdicts exactly once. A call begins when it is sent. It has the reward's
-  deadline and `ANSWER_GRACE_S` for the way back.
-- A dead server loses no call. Its calls go to another server or wait for its return, at most `outage_s` while
-  no server answers.
-- A call that servers break, refuse or lose repeatedly is an error with the reason. It is the answer's own
-  fault only if the answer alone is too large for the server.
+- Every submitted call gets its verdicts exactly once. A call begins when it is sent. It may then take until
+  the reward's deadline, plus `ANSWER_GRACE_S` for the answer to arrive.
+- The death of a server loses no call. Its calls go to another server. If no server answers, they wait at most
+  `outage_s` for one to return.
+- A call to which servers repeatedly reply with a broken answer, a refusal or nothing gets an error with the
+  reason. The answer to be scored counts as at fault only if the server would accept the same task with
+  another answer.
 
-A call may be scored twice if its first answer was lost. One verdict counts.
+If the reply to a call was lost, the call may be scored twice. Only one verdict counts.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ REQUEST_ROOM_BYTES = 64 << 10  # part of a request's limit that is reserved for 
 
 @dataclass
 class FailedTries:
-    """Failed tries of one call."""
+    """Counts of the failed tries of one call."""
 
     lost: int = 0
     refused: int = 0
@@ -56,7 +57,7 @@ class FailedTries:
 
 
 class RemoteBackend(QueuedBackend):
-    """A `ScoringBackend`. Entering waits for a first server, and raises `RewardLoadError` if none is
+    """A `ScoringBackend`. `async with` waits for a first server, and raises `RewardLoadError` if none is
     usable."""
 
     def __init__(self, spec: RewardSpec, section: RewardSection) -> None:
@@ -102,7 +103,7 @@ class RemoteBackend(QueuedBackend):
         await self.close()
 
     async def close(self) -> None:
-        """Stop the requests in flight and give every call its verdict. A repeated call is harmless."""
+        """Stop the requests in flight and give every call its verdict. It is harmless to call this again."""
         for task in self._keepers:
             task.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
@@ -113,7 +114,8 @@ class RemoteBackend(QueuedBackend):
     # --- servers -------------------------------------------------------------------------------------
 
     async def _await_first(self) -> None:
-        """Wait until one server is ready, or all report that they cannot be used, or the limit is over."""
+        """Wait until one server is ready, all servers have turned out unusable, or the time limit has
+        passed."""
         until_s = time.monotonic() + self._arguments.connect_s
         while not self.alive and not (unfit := all(replica.unfit for replica in self.replicas)):
             self._news.clear()
@@ -159,7 +161,8 @@ class RemoteBackend(QueuedBackend):
             metrics.REMOTE_RESENT.labels(cause).inc()
 
     async def _take(self, queued_s: float) -> RemoteServer | None:
-        """Return a server with room, or None if no server was available for `outage_s`. Waits for one."""
+        """Wait for a server with room and return it, or return None if no server was available for
+        `outage_s`."""
         while True:
             now_s = time.monotonic()
             free = [replica for replica in self.replicas if replica.has_room(now_s)]
@@ -210,8 +213,8 @@ class RemoteBackend(QueuedBackend):
         return Failure("rate_limited", f"{told} (for {self._arguments.outage_s:g} s)")
 
     async def _fault(self, error: RemoteError, replica: RemoteServer, inputs: list[RewardInput]) -> FaultOf:
-        """Return the fault of a refused call. The answer is at fault if the server accepts the same task with
-        other answers."""
+        """Return the fault text of a refused call. The answer is at fault if the server accepts the same task
+        with other answers."""
         if error.kind == "too_large" and len(inputs) <= replica.limits.max_inputs:
             size_bytes = sum(map(len, _with_answers(inputs, "")))
             if size_bytes <= replica.limits.max_body_bytes - REQUEST_ROOM_BYTES:
@@ -225,7 +228,7 @@ class RemoteBackend(QueuedBackend):
 
 
 def _with_answers(inputs: list[RewardInput], response: str) -> list[msgspec.Raw]:
-    """Return inputs in the form to send, with `response` as each answer."""
+    """Return the inputs in the form for sending, each with `response` as its answer."""
     bare = (msgspec.structs.replace(g, response=response, metadata={}, blob=b"") for g in inputs)
     return [msgspec.Raw(msgspec.json.encode(to_wire(given, ()))) for given in bare]
 
@@ -233,7 +236,7 @@ def _with_answers(inputs: list[RewardInput], response: str) -> list[msgspec.Raw]
 def _read_verdict(raw: msgspec.Raw, given: RewardInput) -> Verdict:
     """Return a verdict, checked like the pool's verdicts.
 
-    An invalid verdict becomes an error of the kind `remote` and does not affect others.
+    An invalid verdict becomes an error of the kind `remote` and does not affect other verdicts.
     """
     try:
         return as_verdict(VERDICT_DECODER.decode(raw), given)

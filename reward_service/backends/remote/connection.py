@@ -1,8 +1,8 @@
-"""One reward server from its client's side: its offer, its availability, and one request.
+"""The client's view of one reward server: its offered rewards, its availability, and its requests.
 
-`RemoteServer.keep` runs for the life of the client. It checks the server every `LOOK_S`, and after a loss
-with growing pauses. An unusable server (another protocol, another reward, a wrong token) is also checked
-again, because it may be replaced by the right one.
+`RemoteServer.keep` runs for the life of the client. It checks the server every `LOOK_S`, or with growing
+pauses after the server was lost. It also keeps checking an unusable server (another protocol, another reward,
+a wrong token), because a correct one may replace it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ GATEWAY_STATUSES = (502, 503, 504)  # statuses of a proxy whose server is unavai
 LOOK_S = 2.0  # seconds between checks of a server that answers: it may stop or be replaced
 ASK_LIMIT_S = 5.0
 NOTICE_S = 0.5
-"""Seconds beyond an input's deadline in which the server ends late inputs and starts the waiting ones."""
+"""Seconds that the server may take, after an input's deadline, to end late inputs and start waiting ones."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0  # longest pause between checks of a server that does not answer
 OUTCOMES = ("gone", "late", "broken")  # kinds of a `RemoteError` that is not a refusal
@@ -66,9 +66,9 @@ class RemoteError(ArealError):
     """A request to a server failed.
 
     `kind` is the kind of its refusal, or one of these:
-    - `gone`: not reachable, or lost during the request, so the request may have run.
-    - `late`: no answer in time over an intact connection.
-    - `broken`: an answer outside the protocol, or another reward than the wanted one.
+    - `gone`: the server is not reachable, or was lost during the request, so the request may have run.
+    - `late`: the connection is intact, but no answer came in time.
+    - `broken`: the answer violates the protocol, or the server offers another reward than the wanted one.
     """
 
     def __init__(
@@ -124,17 +124,17 @@ class RemoteServer:
 
     @property
     def slots(self) -> int:
-        """Return the number of requests that it may have in flight."""
+        """Return the number of requests that the server may have in flight."""
         return max(1, min(self._arguments.max_in_flight, self.limits.max_in_flight))
 
     def has_room(self, now_s: float) -> bool:
-        """Return whether it may get a request now."""
+        """Return whether the server may get another request now."""
         return self._ready and self.state.takes(now_s) and self.state.in_flight < self.slots
 
     async def score(self, inputs: list[msgspec.Raw]) -> list[msgspec.Raw]:
         """Return the verdicts of one request, after `state.begin()`.
 
-        Ends within the reward's deadline and `ANSWER_GRACE_S`. Raises `RemoteError`.
+        Returns at most `ANSWER_GRACE_S` after the reward's deadline. Raises `RemoteError`.
         """
         began_s = time.monotonic()
         outcome = "ok"
@@ -243,7 +243,7 @@ class RemoteServer:
         log.info("reward server ready", server=self.url, reward=self.reward.name, version=self.reward.version)
 
     def _fitting(self, info: Info) -> RewardInfo:
-        """Return the wanted reward. Raises `RemoteError`."""
+        """Return the wanted reward among those that the server offers. Raises `RemoteError`."""
         name, version = self._arguments.reward, self._arguments.version
         names = ", ".join(reward.name for reward in info.rewards) or "none"
         found = [reward for reward in info.rewards if name in ("", reward.name)]
@@ -275,8 +275,8 @@ class RemoteServer:
 def read_answer(answer: HttpAnswer, kind: type[T]) -> T:
     """Return the content of an answer as a `kind`.
 
-    Raises `RemoteError` for a refusal, if possible with the protocol's own error instead of the status, and
-    for any other content.
+    Raises `RemoteError` for a refusal and for any other content. The error of a refusal has the protocol's
+    own reason if there is one, and otherwise the HTTP status.
     """
     status, headers, content = answer
     asked_s = retry_after_s(headers) or 0.0

@@ -1,8 +1,8 @@
 """The reward protocol: the messages between a client and a reward server.
 docs/reward-service.md#serve-a-reward-over-http explains it.
 
-A message is a JSON object, and the path names the request. Readers ignore unknown fields, so fields may be
-added within one protocol version.
+A message is a JSON object, and the path of the URL names the request. Readers ignore unknown fields, so
+fields may be added within one protocol version.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
     max_inputs: int = 64
     max_body_bytes: int = 32 << 20
     max_in_flight: int = 8
-    """Requests of one client that may be unanswered at once."""
+    """Most requests of one client in flight."""
 
 
 class RewardInfo(msgspec.Struct, frozen=True):
@@ -53,10 +53,10 @@ class RewardInfo(msgspec.Struct, frozen=True):
 
     name: str
     version: str = ""
-    """Text that changes with the reward."""
+    """Text that changes whenever the reward changes."""
     scope: Scope = "episode"
     wants: tuple[Extra, ...] = ()
-    """Additional data in its inputs: `blob` is the episode."""
+    """Additional data that its inputs must contain: `blob` is the encoded episode."""
     description: str = ""
 
 
@@ -71,7 +71,8 @@ class Info(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """Answer to `health`. Load counts inputs of all clients together. 0 of 0 means unknown."""
+    """Answer to `health`. The load counts inputs of all clients together. If it and the capacity are 0, the
+    load is unknown."""
 
     status: Status = "ready"
     in_flight: int = 0
@@ -80,8 +81,8 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class Input(RewardInput, kw_only=True):
-    """An input to score, with the episode's id for logs. `blob` is base64 in JSON, and empty unless
-    wanted."""
+    """An input to score, with the episode's id for logs. `blob` is base64 in JSON, and empty unless the
+    reward wants it."""
 
     episode_id: str = ""
 
@@ -93,12 +94,12 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     reward: str
     timeout_ms: int
-    """Time for scoring one input from its start. After that the input is a `timeout`."""
+    """Longest time to score one input, from its start. After that its verdict is a `timeout`."""
     deadline_ms: int
-    """Time for the answer, from the arrival of the request. An input that has not begun by then is an `error`
-    of the kind `NOT_RUN` and is sent again."""
+    """Time until the answer, from the arrival of the request. An input that has not begun by then gets an
+    `error` of the kind `NOT_RUN`, and the client sends it again."""
     inputs: list[msgspec.Raw]
-    """Encoded `Input`s. With the scope `group` they are one group, in the order of its samples."""
+    """Encoded `Input`s. With the scope `group` they form one group, in the order of its samples."""
     scope: Scope = "episode"
     args: dict[str, Any] = {}
 
@@ -112,7 +113,7 @@ class RequestRefusal(msgspec.Struct, frozen=True):
 
 
 class RefusedAnswer(msgspec.Struct, frozen=True):
-    """The answer to a refused request. Its HTTP status has the same meaning."""
+    """Body of the answer to a refused request, next to an HTTP status with the same meaning."""
 
     error: RequestRefusal
     request_id: str = ""
@@ -126,8 +127,8 @@ class Verdicts(msgspec.Struct, frozen=True):
 
 
 def to_wire(given: RewardInput, wants: Collection[Extra]) -> Input:
-    """Return the input to send, with its episode only if wanted. Raises `TrajectoryError` for a damaged
-    episode."""
+    """Return the input in the form for sending, with its episode only if the reward wants it. Raises
+    `TrajectoryError` for a damaged episode."""
     values = {name: getattr(given, name) for name in RewardInput.__struct_fields__}
     if "blob" not in wants:
         values["blob"] = b""

@@ -50,9 +50,9 @@ class RewardModelArguments(Section):
     max_tokens: int = Field(default=4096, ge=1)
     """Longest text in tokens of the reward model, limited by the model's own maximum."""
     on_long: Literal["fail", "cut"] = "fail"
-    """Action on a longer text. `fail` gives the answer `reward.on_fault.score`, which is 0 by default, or no
-    score if the task alone is too long. `cut` reads the end of the text and reports the component
-    `cut_tokens`."""
+    """Action on a longer text. With `fail`, the answer gets `reward.on_fault.score` (0 by default), or no
+    score if the task alone is too long. With `cut`, the model reads only the end of the text, and the score
+    has the component `cut_tokens`."""
     device: Annotated[str, AfterValidator(_is_a_device)] = "auto"
     """`auto`: a GPU if there is one, else the CPU. Other values: `cpu`, `cuda` or `cuda:N`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -76,13 +76,13 @@ class RewardModelReward(BackendReward):
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
-        """Return the time to load the model, because the process may die at any moment and its successor
-        loads first."""
+        """Return the time to load the model. If the process dies, calls wait until a new process has loaded
+        the model."""
         return START_LIMIT_S
 
     @classmethod
     def check_files(cls, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """Yield the missing files of the model's folder. A name in the hub's cache is not checked."""
+        """Yield the missing files of the model's folder. A model named by its hub name is not checked."""
         # Imported here, because that module imports the rewards itself.
         from areal_async.config.files import json_in, model_mistakes
 

@@ -1,8 +1,8 @@
 """The reward `reward_model`: a sequence-classification model in a pool of one worker.
 
-Promises the same as the pool: every call gets its verdict exactly once. Waiting texts are computed together,
-at most `max_batch`. If a batch passes the deadline or its process dies, its texts are computed again one by
-one. Only a text that fails again gets no score. After a death the model is loaded again, which takes time.
+It has the promises of the pool: every call gets its verdict exactly once. Up to `max_batch` waiting texts are
+computed together. If a batch passes the deadline or its process dies, its texts are computed again one by
+one. Only a text that fails again gets no score. If the process has died, the model is loaded again first.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ class RewardModel(WorkerPool):
 
     @property
     def call_seconds(self) -> float:
-        """Return the recent duration of a batch, which is also the duration of each text."""
+        """Return the recent mean duration of a batch. Each of its texts takes the same time."""
         return super().call_seconds * self.capacity
 
     async def submit(
         self, calls: Sequence[Call], on_verdicts: OnVerdicts, *, spec: RewardSpec | None = None
     ) -> None:
-        """Queue calls. Waits while the queue is full. The model reads texts, so episodes are not sent."""
+        """Queue calls. Waits while the queue is full. Episodes are not sent to the process, because the model
+        reads only texts."""
         texts: list[Call] = []
         for call in calls:
             assert isinstance(call, RewardInput)

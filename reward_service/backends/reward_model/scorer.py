@@ -1,9 +1,9 @@
 """The function of the reward `reward_model`: it loads a model and scores batches of texts in a pool's worker.
 
-Promises: one verdict for each text. A text that cannot be scored does not affect the rest of its batch. It is
-the answer's own fault if a neutral answer to the same task can be scored. A text's score does not depend on
-its batch beyond rounding. Nothing is unpickled, and no code of the model is executed. A device that no longer
-computes ends the process.
+Promises: each text gets one verdict. A text that cannot be scored does not affect the rest of its batch. Its
+answer is at fault if a neutral answer to the same task can be scored. Except for rounding, the score of a
+text does not depend on its batch. No pickle is loaded, and no code from the model's folder is executed. If
+the device no longer computes, the process ends.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from reward_service.checking import describe
 from reward_service.sdk import RewardInput, RewardLoadError
 
 NEUTRAL = "1"
-"""An answer that any reward model can score. Shorter answers may have no token."""
+"""An answer that any reward model can score. An empty answer may have no token."""
 MOST_COMPONENTS = 64
-"""Most classes whose probabilities become components of the score. With more classes, none do."""
+"""If the model has at most this many classes, their probabilities become components of the score."""
 
 
 class Unusable(Exception):
@@ -80,7 +80,7 @@ class ModelScorer:
     def tokenize(self, texts: Sequence[tuple[str, str] | Failure]) -> list[TokenizedText | Failure]:
         """Return the tokens of each text.
 
-        A text is (prompt, response) for a chat template, else (whole text, empty).
+        A text is the pair (prompt, response) for a chat template, and otherwise (whole text, "").
         """
         return [text if isinstance(text, Failure) else self._row(*text) for text in texts]
 
@@ -156,8 +156,8 @@ class ModelScorer:
         return found
 
     def _check_device(self) -> None:
-        """Check the device after an error. A GPU may stop working after an error, and then the process must
-        end."""
+        """Check the device after an error. If a GPU has stopped working because of the error, the process
+        must end."""
         if self.device == "cpu":
             return
         try:
@@ -189,7 +189,8 @@ class ModelScorer:
 def cut_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Return indices in batches, short texts first.
 
-    The size of a batch times its longest text is at most `max_tokens`. A longer text is a batch of its own.
+    The number of texts in a batch times the length of the longest is at most `max_tokens`. A single longer
+    text is a batch of its own.
     """
     parts: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
@@ -201,7 +202,7 @@ def cut_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 class ModelFunction:
-    """The reward with its arguments. It is called with the inputs of a batch, at most `batch`."""
+    """The reward with its arguments. A call takes the inputs of one batch, at most `batch`."""
 
     def __init__(self, **given: Any) -> None:
         """Load the model. Raises `RewardLoadError`."""
@@ -228,7 +229,8 @@ class ModelFunction:
         ]
 
     def _blamed(self, failure: Failure, given: RewardInput) -> Failure:
-        """Return the failure of a text, with the side at fault. A device error is tried once more."""
+        """Return the verdict of a text that failed, and find out whether the answer is at fault. A device
+        error is tried once more."""
         if failure.kind == "model" and isinstance(self._alone(given), Score):
             return failure
         neutral = self._alone(structs.replace(given, response=NEUTRAL))

@@ -1,7 +1,9 @@
-"""The program's side: it runs the program and then executes the examiner's requests until the examiner ends.
+"""The program's side of the link: it runs the program and then executes the examiner's requests until the
+examiner ends.
 
-The examiner trusts nothing here, because the program shares this process and may change all of it. Instances
-of the program's class `Solution` stay here. The examiner gets a number for each.
+The examiner does not trust this side, because the program runs in the same process and may change everything
+in it. Instances of the program's class `Solution` stay in this process, and the examiner gets a number for
+each.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 LINK = 3
 RECURSION = 20_000
 CHANGEABLE = ("list", "dict", "set", "bytearray", "deque", "OrderedDict", "Counter")
-"""Types that a function may change visibly for its caller."""
+"""Types of arguments that a function can change for its caller."""
 OF_SOLUTION = "Solution()."
 
 
@@ -30,7 +32,7 @@ class Candidate:
         self.names: dict[str, Any] = {}
 
     def load(self) -> str:
-        """Run the program. Return the reason of a failure, or an empty text."""
+        """Run the program. Return the reason if it fails, or an empty text."""
         module = sys.modules["solution"] = type(sys)("solution")
         self.names = module.__dict__
         try:
@@ -67,7 +69,8 @@ class Candidate:
         return reply
 
     def changed(self, argument: Any) -> Any:
-        """Return the present value of the argument, if a caller can see changes of it."""
+        """Return the present value of the argument, if its type is one that a function can change for its
+        caller."""
         if type(argument).__name__ not in CHANGEABLE:
             return None
         try:
@@ -105,7 +108,7 @@ class Candidate:
         return made[kind](content[0])
 
     def entry(self, name: str) -> Any:
-        """Return the program's function with this name, or that method of its class `Solution`."""
+        """Return the program's function of this name, or the method of this name of its class `Solution`."""
         method = name.removeprefix(OF_SOLUTION)
         if method == name and name in self.names:
             return self.names[name]
@@ -115,7 +118,7 @@ class Candidate:
 
 
 class Callback:
-    """A function of the tests."""
+    """A function of the tests that the program may call."""
 
     def __init__(self, candidate: Candidate, number: int) -> None:
         self.candidate = candidate
@@ -136,7 +139,8 @@ class Callback:
 
 
 def raised(error: BaseException) -> dict[str, Any]:
-    """Return the nearest of Python's own exceptions, because the tests know only these."""
+    """Return the nearest base class among Python's own exceptions, because the examiner's side has no
+    others."""
     kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
     try:
         arguments = encode(list(error.args), lambda _, __: None)

@@ -1,7 +1,9 @@
-"""The tests' side: it runs the tests, queries the program over the link and reports which pass.
+"""The tests' side of the link: it runs the tests, sends their calls to the program, and reports which tests
+pass.
 
-Standard input is one JSON object (see `Examination`). Standard output has one JSON line per test: `passed`,
-`why` for a failure, whether the program was `ready`, and whether it was `asked` anything.
+Standard input is one JSON object (see `Examination`). Standard output has one JSON line per test, with the
+fields `passed`, `why` (the reason of a failure), `ready` (whether the program could be tested), and `asked`
+(whether the test used the program).
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ if TYPE_CHECKING:
 
     class Examination(TypedDict):
         entries: dict[str, str]
-        """Name in the program by name in the tests."""
+        """Name in the program, by the name that the tests use."""
         setup: list[str]
         """Code that runs before the tests."""
         tests: list[dict[str, Any]]
-        """`{"code": text}`, or `{"call": name, "args": …, "expected": …, "wrapped": …}`, values encoded."""
+        """`{"code": text}`, or `{"call": name, "args": …, "expected": …, "wrapped": …}` with encoded
+        values."""
         tolerance: float
 
 
@@ -31,18 +34,18 @@ LINK = 3
 WHY = 300
 VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 IN_PLACE = "__in_place__"
-"""Name of the function that marks a call that is a statement of its own: `__in_place__(f)(x)`."""
+"""Name of the function that marks a call that forms a statement of its own: `__in_place__(f)(x)`."""
 FOR_ITERATION = (StopIteration, StopAsyncIteration, GeneratorExit)
 """Exceptions that would end a loop of the tests early instead of failing it."""
 
 
 class Spoiled(BaseException):
-    """The test has failed, even if it catches exceptions."""
+    """The test has failed. The failure counts even if the test's code catches this exception."""
 
 
 class Examiner:
-    """The tests' access to the program. Results are plain data, a reference, or one of Python's own
-    exceptions."""
+    """The tests' access to the program. A request returns plain data or a reference, or raises one of
+    Python's own exceptions."""
 
     def __init__(self, link: HarnessLink) -> None:
         self.link = link
@@ -68,9 +71,9 @@ class Examiner:
         name: str = "",
         back: bool = False,
     ) -> Any:
-        """Return the result of `do` with `on` on the program's side.
+        """Return the result of the request `do` for the object `on` on the program's side.
 
-        With `back`, changes to the arguments are copied back.
+        With `back`, changes that the program makes to the arguments are copied back.
         """
         if self.broken:
             raise Spoiled(self.broken)
@@ -165,9 +168,9 @@ class Reference:
 
 
 class Entry(Reference):
-    """A function of the program, a method of one of its objects, or its class `Solution`.
+    """A callable of the program: a function, a method of one of its objects, or its class `Solution`.
 
-    `do` is the request that a call makes.
+    `do` is the request that a call sends.
     """
 
     __slots__ = ("_do", "_name")
@@ -184,7 +187,7 @@ class Entry(Reference):
 
 
 class Instance(Reference):
-    """An instance of that class. It has methods and nothing else."""
+    """An instance of the program's class `Solution`. It has methods and nothing else."""
 
     __slots__ = ()
 
@@ -193,10 +196,11 @@ class Instance(Reference):
 
 
 def in_place(function: Any) -> Any:
-    """Return the function as a statement calls it, with changes to its arguments.
+    """Return the function for a call that is a statement of its own, so that changes to the arguments are
+    copied back.
 
-    If a call's result is used, the arguments keep the tests' values. Otherwise `assert f(x) == sum(x)` could
-    pass by emptying `x`.
+    In all other calls, the arguments keep the tests' values. Otherwise a program could pass `assert f(x) ==
+    sum(x)` by emptying `x`.
     """
     return function._in_place if hasattr(type(function), "_in_place") else function
 
@@ -209,7 +213,7 @@ def reference_of(data: Any) -> list[Any]:
 
 
 def become(mine: Any, theirs: Any) -> Any:
-    """Give `mine` the content of `theirs` and return it, if its type allows this. Otherwise return
+    """Give `mine` the content of `theirs` and return `mine`, if its type allows this. Otherwise return
     `theirs`."""
     if type(mine) is not type(theirs):
         return theirs
@@ -228,7 +232,7 @@ def become(mine: Any, theirs: Any) -> Any:
 
 
 def exception(name: Any, arguments: Any) -> BaseException:
-    """Return Python's own exception with that name, to be raised here."""
+    """Return Python's own exception of this name, so that it can be raised on the tests' side."""
     kind = getattr(builtins, name, None) if isinstance(name, str) else None
     if not isinstance(kind, type) or not issubclass(kind, BaseException) or not isinstance(arguments, list):
         raise Malformed("no exception of Python's")
@@ -244,7 +248,7 @@ def same_result(got: Any, expected: Any, tolerance: float, *, wrapped: bool) -> 
     """Return whether the plain value `got` is the expected result.
 
     Lazy values (an iterator, the keys of a dictionary) are compared as lists. `wrapped` means that the data
-    set puts every result into a list of its own, which a program may omit.
+    set puts every result into a list of its own. A program may return the result without that list.
     """
     if hasattr(type(got), "__next__") or isinstance(got, VIEWS):
         got = list(got)
@@ -255,9 +259,10 @@ def same_result(got: Any, expected: Any, tolerance: float, *, wrapped: bool) -> 
 def same_value(got: Any, expected: Any, tolerance: float) -> bool:
     """Return whether content and type agree.
 
-    `expected` comes from JSON, which has no tuples, so tuples count as lists. No other types are mixed.
-    Integers must be exact. Decimals may differ by `tolerance`, relative or absolute. True is not 1. Keys of a
-    dictionary keep their types.
+    `expected` comes from JSON, which has no tuples, so tuples count as lists. An integer and a decimal can be
+    equal. No other types are mixed: True is not 1, and keys of a dictionary keep their types. An expected
+    integer must be matched exactly. For an expected decimal, the difference may be up to `tolerance`,
+    relative or absolute.
     """
     if isinstance(got, bool) or isinstance(expected, bool):
         return got is expected
@@ -311,7 +316,7 @@ def described(error: BaseException) -> str:
 
 
 def results(task: Examination, examiner: Examiner) -> Any:
-    """Yield the reason why each test failed, in order."""
+    """Yield the reason why each test failed, or an empty text, in order."""
     space: dict[str, Any] = {"__name__": "tests", IN_PLACE: in_place}
     for name, target in task["entries"].items():
         space[name] = Entry(examiner, ["entry", target], "new" if target == "Solution" else "call")

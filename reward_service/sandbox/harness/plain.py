@@ -1,8 +1,8 @@
 """Plain data, its one encoding, and the messages of the link.
 
-The encoding is closed. Null, truth values, integers, floats and texts are encoded as in JSON. Any other value
-is a list that begins with its kind, such as `["tuple", 1, 2]` or `["dict", "key", 1]`. Decoding creates only
-values of the types listed here, or raises `Malformed`.
+Null, truth values, integers, floats and texts are encoded as in JSON. Any other value is encoded as a list
+that begins with its kind, such as `["tuple", 1, 2]` or `["dict", "key", 1]`. Decoding creates only values of
+the types listed in this module. For anything else it raises `Malformed`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ MAX_MESSAGE_BYTES = 16 << 20
 MAX_INT_BITS = 1 << 22
 MAX_ITEMS = 100_000  # most items of an iterator, which is sent as its items
 DIGITS_BITS = 13_000
-"""Integers up to this size are written in decimal and larger ones in hexadecimal, because Python limits
-decimal digits."""
+"""Integers of up to this many bits are written in decimal, and larger ones in hexadecimal, because Python
+limits the number of decimal digits."""
 TYPES = {
     one.__name__: one for one in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
 }
-"""Types that are sent by name."""
+"""Type objects that can be sent, by name."""
 VIEWS = ("keys", "values", "items")
 DATES = ("datetime", "date", "time")
 SCALARS = {type(None), bool, int, float, str}
@@ -42,11 +42,13 @@ class Malformed(ValueError):
 
 
 def encode(value: Any, refer: Callable[[Any, bool], Any], depth: int = 0) -> Any:
-    """Return `value` in JSON form. The methods of a plain type also read instances of its subclasses.
+    """Return `value` in JSON form. An instance of a subclass of a plain type is read with the methods of the
+    plain type.
 
-    `refer(value, last)` may return its own encoding, a reference, or None. It is called for every value whose
-    class is not one of Python's common plain types, before its content is read. It is called again with
-    `last` for values that are not plain data. Raises `Unplain` if it then returns None.
+    `refer(value, last)` returns the encoding of a reference to the value, or None. It is called for every
+    value whose class is not one of Python's common plain types, before the content of the value is read. If
+    it returns None and the value turns out not to be plain data, it is called again with `last`. If the
+    result is None again, `Unplain` is raised.
     """
     kind = type(value)
     if kind in SCALARS and (kind is not int or int.bit_length(value) < DIGITS_BITS):
@@ -88,7 +90,7 @@ WRITTEN: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: ["bytes", bytes.hex(value)],
     bytearray: lambda value: ["bytearray", bytearray.hex(value)],
 }
-"""Encoders of types without items, which also apply to their subclasses."""
+"""Encoders of types without items. They also apply to subclasses of these types."""
 PARTS: dict[tuple[str, str], Callable[[Any], Iterable[Any]]] = {
     ("builtins", "complex"): lambda value: (value.real, value.imag),
     ("builtins", "range"): lambda value: map(_integer, (value.start, value.stop, value.step)),
@@ -97,7 +99,7 @@ PARTS: dict[tuple[str, str], Callable[[Any], Iterable[Any]]] = {
     ("datetime", "timedelta"): lambda value: (value.days, value.seconds, value.microseconds),
     **{("datetime", name): lambda value: [value.isoformat()] for name in DATES},
 }
-"""Parts of the encodings of exactly these types."""
+"""Functions that return the parts of an encoding, by type. They do not apply to subclasses."""
 
 
 def _rarer(value: Any, items: Callable[[Iterable[Any]], list[Any]]) -> list[Any] | None:
@@ -124,7 +126,7 @@ def drained(iterator: Iterator[Any]) -> list[Any]:
 
 
 def _of(module: str, name: str) -> Any:
-    """Return a type of a loaded module. A type of a module that is not loaded has no instances."""
+    """Return a type of a module if the module is loaded. If it is not, the type has no instances."""
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -194,7 +196,7 @@ class LinkEnded(EOFError):
 
 
 class HarnessLink:
-    """Messages over a stream of bytes. Each is JSON after its length in four bytes."""
+    """A stream of messages. Each message is its length in four bytes, followed by JSON."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -239,9 +241,10 @@ class HarnessLink:
 
 
 def installed_packages() -> list[str]:
-    """Return the folders of packages: the sandbox's and the interpreter's own.
+    """Return the folders with packages: the folder of the sandbox and the interpreter's own folders.
 
-    Interpreters of the harness start without `site`, because it would run code in these folders.
+    This is necessary because the harness starts interpreters without `site`, which would run code in these
+    folders.
     """
     named = os.environ.get("PYTHONPATH", "").split(":")
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"

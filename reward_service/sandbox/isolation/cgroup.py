@@ -1,7 +1,8 @@
-"""A memory control group for one launcher and its jails, whose limit no process in it can exceed.
+"""A memory control group for one launcher and its jails. No process in the group can exceed its limit.
 
-The launcher enters the group once, at its start, so that jails begin inside it. Moving a process costs as
-much as making a jail. The only test of availability is to make a group and enter it.
+The launcher enters the group once, at its start, so that jails begin inside the group, because moving a
+process into it later takes as long as making a jail. Whether groups are available is tested only by making
+one and entering it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FILES = {
         "unlimited": "max",
     },
 }
-"""Names of the same files in the two versions of control groups."""
+"""Names of corresponding files, by the version of control groups."""
 
 
 class MemoryGroup:
@@ -62,7 +63,7 @@ class MemoryGroup:
             raise
 
     def begin(self, limit_bytes: int) -> None:
-        """Allow this process and its descendants `limit_bytes` beyond their present memory. Raises
+        """Limit this process and its descendants to `limit_bytes` beyond their present memory. Raises
         `OSError`."""
         used_bytes, files_bytes = self._holds()
         self._fixed_bytes = used_bytes - files_bytes
@@ -80,23 +81,24 @@ class MemoryGroup:
             _write(path, limit)
 
     def over(self) -> bool:
-        """Return whether the kernel has killed a process for the limit since `begin`."""
+        """Return whether the kernel has killed a process because of the limit since `begin`."""
         return self._kills() > self._killed
 
     def used_bytes(self) -> int:
-        """Return the growth since `begin`, without cached files of the host."""
+        """Return the growth of memory since `begin`, without cached files of the host."""
         used_bytes, files_bytes = self._holds()
         return max(0, used_bytes - files_bytes - self._fixed_bytes)
 
     def peak_bytes(self) -> int:
-        """Return the largest growth since `begin`, or 0 if the kernel does not report it."""
+        """Return the largest growth of memory since `begin`, or 0 if the kernel does not report it."""
         if self._peak_fd is None:
             return 0
         _, files_bytes = self._holds()
         return max(0, int(os.pread(self._peak_fd, 64, 0)) - files_bytes - self._fixed_bytes)
 
     def leave(self) -> None:
-        """Return to the group above and remove this one. The next launcher repeats failed removals."""
+        """Return to the parent group and remove this one. If the removal fails, the next launcher tries it
+        again."""
         with contextlib.suppress(OSError):
             _write(os.path.join(self._above, "cgroup.procs"), str(os.getpid()))
         deadline_s = time.monotonic() + LEAVE_LIMIT_S
@@ -116,7 +118,7 @@ class MemoryGroup:
         return int(words[words.index("oom_kill") + 1])
 
     def _holds(self) -> tuple[int, int]:
-        """Return (all charged bytes, the part that is cached files of the host)."""
+        """Return all charged bytes, and how many of them are cached files of the host."""
         used_bytes = int(_read(self._path("used")))
         lines = dict(line.split() for line in _read(os.path.join(self._folder, "memory.stat")).splitlines())
         return used_bytes, max(0, int(lines[str(self._names["cache"])]) - int(lines["shmem"]))
@@ -132,10 +134,11 @@ def enter() -> MemoryGroup | None:
 
 
 def places() -> list[tuple[str, int]]:
-    """Return the groups below which a new one may be possible, with their version, nearest first.
+    """Return the groups in which a new group may be possible, with their version, nearest first.
 
-    In version 2, a group with processes cannot have children with limits, so its ancestors are candidates
-    too. The search ends at the first ancestor with its own limit, because no process may escape it.
+    In version 2, a group with processes cannot have children with limits, so the ancestors of the present
+    group are candidates too. The search ends at the first ancestor with a limit of its own, because processes
+    must stay under that limit.
     """
     mounts: dict[int, tuple[str, str]] = {}
     for line in _read("/proc/self/mountinfo").splitlines():
@@ -169,7 +172,8 @@ def _unlimited(folder: str) -> bool:
 
 
 def _remove_dead(above: str) -> None:
-    """Remove the groups of killed launchers. A group with a process cannot be removed."""
+    """Remove the groups of killed launchers. Groups that still have a process stay, because they cannot be
+    removed."""
     with contextlib.suppress(OSError):
         for name in os.listdir(above):
             pid = name.removeprefix(PREFIX)

@@ -1,11 +1,12 @@
 """The first process of a jail: it writes files, starts the program, and reaps its children.
 
 In a jail of bubblewrap it is process 1. All processes of the program are its descendants, no signal from
-inside reaches it, and the kernel kills all of them when it dies. Without a jail (`none`) it is the process
-that adopts all orphans of the program, until the launcher ends them.
+inside reaches it, and the kernel kills all of them when it dies. Without a jail (`none`), it is the process
+that adopts all orphans of the program until the launcher kills them.
 
-The launcher passes this text to the interpreter in a descriptor, because the program's user may be unable to
-read its folder. It therefore imports only quickly loading modules of the standard library.
+The launcher passes the source of this module to the interpreter through a descriptor, because the user of the
+program may be unable to read its folder. The module therefore imports only modules of the standard library,
+and only ones that load quickly.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def main() -> None:
     """Run the jail. Never returns. All arguments are descriptors.
 
     The first is the socket to the launcher for reports. The second is a file with the request: a JSON line,
-    then the files' contents. Then come the inputs of the second and later runs, and the program's link if it
-    has one.
+    then the contents of files. The next ones are the inputs of the second and later runs. The last is the
+    program's link, if it has one.
     """
     control, order, *others = map(int, sys.argv[1:])
     try:
@@ -78,10 +79,10 @@ def run(
 
 
 def _run_once(request: dict[str, Any], control: int, stdin: int, link: Sequence[int]) -> dict[str, Any]:
-    """Run the program once, until none of its processes is left in a jail.
+    """Run the program once. In a jail, return only when none of its processes is left.
 
-    Return its wait status, its CPU time and its duration. The duration excludes the time that this process
-    waited for a processor after the program's end.
+    Return the program's wait status, its CPU time and its duration. The duration excludes the time that this
+    process waited for a processor after the program's end.
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     trouble, theirs = os.pipe()
@@ -214,7 +215,8 @@ def prctl(option: int, value: int) -> None:
 
 
 def _wait_for(child: int) -> tuple[int, float]:
-    """Reap processes until `child` ends. Return its wait status and its time of waiting for a processor."""
+    """Reap processes until `child` ends. Return the wait status of `child`, and the time that it waited for a
+    processor."""
     while True:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         waited_s = _waited_s(child) if ended is not None and ended.si_pid == child else 0.0

@@ -1,8 +1,8 @@
-"""The process that starts jails: it takes a request, starts one jail, watches it and answers, one at a time.
+"""The process that starts jails. It handles one request at a time: it starts a jail, watches it and answers.
 
-`Sandbox` starts it with an empty environment. It is in the memory group of its jails, because a process that
-begins in a group costs nothing and moving one costs 20 ms. It ends with its client, and its jail ends with
-it.
+`Sandbox` starts it with an empty environment. It is in the memory group of its jails, because a process can
+begin in its parent's group at no cost, while moving it later takes 20 ms. The launcher ends when its client
+ends, and its jail ends with it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from .init import PR_SET_CHILD_SUBREAPER, prctl
 from .monitor import END_LIMIT_S, ClientGone, RunMonitor
 
 START = "import sys; exec(open(int(sys.argv.pop(1)), encoding='utf-8').read())"
-"""Program of a jail's interpreter. It runs the text in the descriptor that is its first argument."""
+"""Code that a jail's interpreter runs first. It runs the source in the descriptor that is its first
+argument."""
 INIT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "init.py")
 FIRST_UIDS = (0x70000000, 0x40000000, 61000)
-"""Users that no system assigns. A container may support only the smaller numbers."""
+"""First numbers of user ids that no system assigns. A container may support only the smaller numbers."""
 JAIL = "/work"
 PER_USER_NAMESPACE = (5, 14)
-"""First Linux version in which each user namespace counts its processes separately."""
+"""First version of Linux in which each user namespace counts its processes separately."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -70,7 +71,7 @@ class SandboxLauncher:
     def run(self, request: dict[str, Any], body: bytes, link: list[int]) -> tuple[dict[str, Any], bytes]:
         """Run one program in one jail, once for each input. Raises `OSError`, `ClientGone`.
 
-        `link` has the program's end of a pair's link, if there is one.
+        `link` is the program's end of the link, if the program is one of a pair.
         """
         base = request["uid_base"]
         request["uid"] = own_uid(base) if base is not None else None
@@ -114,7 +115,7 @@ class SandboxLauncher:
     def _become(
         self, request: dict[str, Any], streams: Sequence[int], passed: list[int], launcher: int
     ) -> None:
-        """Turn this process, a fork, into the first of a jail. Never returns."""
+        """Turn this process, a fork of the launcher, into the first process of a jail. Never returns."""
         try:
             for to, fd in enumerate(streams):
                 os.dup2(fd, to)
@@ -148,14 +149,14 @@ class SandboxLauncher:
 
 
 def own_uid(base: int) -> int:
-    """Return a user for processes in the jails of this launcher only."""
+    """Return a user id that only processes in the jails of this launcher use."""
     return base + (os.getpid() if base > 1 << 20 else os.getpid() % 4000)
 
 
 def _others(request: dict[str, Any]) -> int:
     """Return the number of other processes that the kernel counts against the limit.
 
-    They are the first process of a jail, or all processes of the user.
+    These are the first process of the jail, or all processes of the user if the kernel counts those together.
     """
     release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
     if request["level"] == "isolated" and (request["uid"] is not None or release >= PER_USER_NAMESPACE):
@@ -164,7 +165,7 @@ def _others(request: dict[str, Any]) -> int:
 
 
 def _in_memory(data: bytes) -> BinaryIO:
-    """Return a file in memory that can only be read."""
+    """Return the descriptor of a read-only file in memory."""
     fd = os.memfd_create("data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
         file.write(data)

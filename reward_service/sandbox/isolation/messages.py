@@ -1,7 +1,8 @@
 """Messages between the sandbox's own processes: a JSON head and raw bytes, over a socket pair.
 
-All ends are our own. A program only has its pipes. Its link to tests has other messages
-(`harness.plain.HarnessLink`). The code that reads those is separate and expects malicious data.
+Both ends of such a socket pair belong to the sandbox, and a program has no access to them. The link between a
+program and its tests uses other messages (`harness.plain.HarnessLink`). The code that reads those is separate
+and expects malicious data.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def send(link: socket.socket, head: dict[str, Any], body: bytes = b"") -> None:
 
 
 def receive(link: socket.socket) -> tuple[dict[str, Any], bytes] | None:
-    """Return the next message, or None after the other side has closed. Raises `ValueError` for invalid
-    data."""
+    """Return the next message, or None once the other side has closed the socket. Raises `ValueError` for
+    invalid data."""
     opening = _exactly(link, HEAD.size)
     if opening is None:
         return None

@@ -21,8 +21,8 @@ LOOK_CLOSELY_S = 0.005  # seconds between polls once half of the memory is used,
 SETUP_LIMIT_S = 20.0
 END_LIMIT_S = 8.0
 END_GRACE_S = 0.05
-"""Seconds between the request to end a run and its end. In this time a program that ended by itself is
-recognised."""
+"""Seconds between the request to end a run and the kill. Within this time, the monitor notices if the program
+has just ended by itself."""
 READ_BYTES = 1 << 16
 GO = b"g"  # byte that the first process of a jail waits for
 ERRORS_FACTOR = (
@@ -32,7 +32,7 @@ OWN_FILES = 4  # files and folders in a jail's folder beside the program's
 
 
 class ClientGone(Exception):
-    """The client has ended, so no process waits for the answer."""
+    """The client of the launcher has ended, so no process waits for the answer."""
 
 
 class RunMonitor:
@@ -90,7 +90,8 @@ class RunMonitor:
         self._setup_until_s = time.monotonic() + SETUP_LIMIT_S
 
     def watch(self) -> None:
-        """Return when the jail's first process has ended. Raises `ClientGone` after killing that process."""
+        """Return when the jail's first process has ended. If the client ends first, kill that process and
+        raise `ClientGone`."""
         poll = select.poll()
         for fd in (*self._streams, self._control.fileno(), self._client.fileno(), self._pidfd):
             poll.register(fd, select.POLLIN)
@@ -183,7 +184,7 @@ class RunMonitor:
             self._end("files")
 
     def _cpu_beside_ms(self) -> float:
-        """Return the CPU time of a pair's tests so far."""
+        """Return the CPU time that the tests of a pair have used so far."""
         if not self._beside:
             return 0.0
         self._most_beside_ms = max(self._most_beside_ms, process_tree.usage(self._beside).cpu_ms)
@@ -196,7 +197,7 @@ class RunMonitor:
             self._end("ended")
 
     def _files(self) -> tuple[int, int]:
-        """Return (number of files and folders, their bytes) of the run."""
+        """Return the number of files and folders of the run, and their bytes."""
         if not self._isolated:
             return process_tree.folder_usage(self._folder, self._limits["files"])
         if self._root == self._pid:
@@ -232,7 +233,8 @@ class RunMonitor:
         return held > most
 
     def _count_memory(self) -> None:
-        """Record the peak at the end, and whether the kernel ended the run for its memory."""
+        """Record the peak of memory at the end, and whether the kernel ended the run because of its
+        memory."""
         if self._group is not None:
             self._peak_bytes = max(self._peak_bytes, self._group.peak_bytes())
             if self._group.over():
@@ -260,7 +262,7 @@ class RunMonitor:
         return True
 
     def _next_run(self) -> None:
-        """Start the program with the next input, because the jail is empty and waits for the order."""
+        """Start the program with the next input. The jail is empty and waits for this."""
         self._drain_streams()
         self._count_memory()
         if self._limit:
@@ -273,7 +275,8 @@ class RunMonitor:
             self._control.send(GO)
 
     def _read(self, fd: int) -> bytes | None:
-        """Read one portion of the output: empty at the end of the stream, None if nothing is available."""
+        """Read one portion of the output. Return empty bytes at the end of the stream, and None if nothing is
+        available."""
         with contextlib.suppress(BlockingIOError):
             data = os.read(fd, READ_BYTES)
             if self._keep(fd, data):
@@ -282,9 +285,9 @@ class RunMonitor:
         return None
 
     def _keep(self, fd: int, data: bytes) -> bool:
-        """Keep the beginning of the output and the end of the errors, within their limits.
+        """Keep the beginning of standard output and the end of standard error, within their limits.
 
-        Return True if the program has printed more than allowed.
+        Return whether the program has printed more than allowed.
         """
         kept, most = self._output[fd], self._limits["output_kb"] << 10
         self._printed[fd] += len(data)
@@ -302,7 +305,7 @@ class RunMonitor:
             pass
 
     def _drain_streams(self) -> None:
-        """Read the rest of the pipes, at most their capacity."""
+        """Read the data that is left in the pipes, at most their capacity."""
         for fd in self._streams:
             while self._read(fd):
                 pass

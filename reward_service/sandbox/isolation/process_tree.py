@@ -1,4 +1,4 @@
-"""The descendants of a process: their use of the machine, read from /proc, and their end."""
+"""Functions for the descendants of a process: measure their use of the machine, from /proc, and kill them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
 
 
 def read(path: str) -> str:
-    """Return the file's text, or an empty text if the process has ended."""
+    """Return the text of a file, or an empty text if the process that it describes has ended."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -22,7 +22,7 @@ def read(path: str) -> str:
 
 
 def names(path: str) -> list[str]:
-    """Return the names in a folder, or an empty list if the process has ended."""
+    """Return the names in a folder, or an empty list if the process that it describes has ended."""
     try:
         return os.listdir(path)
     except OSError:
@@ -78,7 +78,8 @@ def end_children(limit_s: float) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Return whether a process exists and has not ended, reaped or not."""
+    """Return whether a process exists and is running. A process that has ended but is not reaped does not
+    count."""
     state = read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1]
     return state not in ([], ["Z"], ["X"])
 
@@ -94,7 +95,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def usage(root: int) -> TreeUsage:
-    """Return the use of the descendants of `root`. CPU time includes ended and reaped processes."""
+    """Return the use by the descendants of `root`. CPU time includes processes that have ended and were
+    reaped."""
     total = TreeUsage()
     total.cpu_ms = _cpu_ms(root, own=False)
     for pid in descendants(root):
@@ -113,14 +115,15 @@ class WaitMeter:
         self.waited_s = 0.0
         self._looked_s = 0.0
         self._known: dict[str, tuple[list[str], float, float]] = {}
-        """Nanoseconds of running and waiting, time since both are constant, and wait so far, by thread."""
+        """By thread: its nanoseconds of running and waiting as the kernel reports them, the time since which
+        both are constant, and the seconds that it has waited so far."""
 
     def look(self, roots: Sequence[int], now_s: float) -> None:
         """Add the new waiting time of a thread below `roots`, if it is the only one that can run.
 
-        Several runnable threads may wait for each other, so they do not count. The added time is at most the
-        time since the last call. The kernel counts a wait at its end. A wait in progress shows as a runnable
-        thread that has not run.
+        If several threads are runnable, nothing is added, because they may be waiting for each other. The
+        added time is at most the time since the last call. The kernel counts a wait only at its end, so a
+        runnable thread whose figures do not change is treated as waiting.
         """
         most_s, self._looked_s = now_s - self._looked_s, now_s
         task = lone_runnable(roots)
@@ -148,9 +151,10 @@ def lone_runnable(roots: Sequence[int]) -> str:
 
 
 def proportional_bytes(root: int, counted: int) -> int:
-    """Return the private memory of the descendants of `root`, with each shared page counted once.
+    """Return the private memory of the descendants of `root`. Pages that they have shared since a fork count
+    once.
 
-    Returns `counted` if the kernel does not report it. Slower than `usage`.
+    Returns `counted` if the kernel does not report it. This function is slower than `usage`.
     """
     total = 0
     for pid in descendants(root):
@@ -162,8 +166,7 @@ def proportional_bytes(root: int, counted: int) -> int:
 
 
 def channel_bytes(root: int) -> int:
-    """Return the largest amount of data that the sockets and pipes of the descendants of `root` may
-    contain."""
+    """Return an upper limit of the data in the sockets and pipes of the descendants of `root`."""
     found: set[str] = set()
     for folder in (f"/proc/{pid}/fd" for pid in descendants(root)):
         for name in names(folder):
@@ -191,7 +194,8 @@ def _parent(pid: int) -> int:
 
 
 def threads_of_user(uid: int) -> int:
-    """Return the number of a user's threads on this machine, which the kernel counts for its limit."""
+    """Return the number of a user's threads on this machine. The kernel counts them for the limit of
+    processes."""
     count = 0
     for pid in _all():
         with contextlib.suppress(OSError):  # it has ended in the meantime
@@ -201,7 +205,8 @@ def threads_of_user(uid: int) -> int:
 
 
 def remove(folder: str) -> None:
-    """Remove `folder` with all its content, at any depth. Nested content is moved up first.
+    """Remove `folder` with all its content, at any depth. Deeply nested content is moved up before it is
+    removed.
 
     Files that cannot be removed stay.
     """
@@ -228,7 +233,8 @@ def remove(folder: str) -> None:
 
 
 def folder_usage(path: str, most: int) -> tuple[int, int]:
-    """Return (number of files and folders, their bytes) below `path`. Counting stops above `most` of them."""
+    """Return the number of files and folders below `path`, and their bytes. Counting stops above `most` of
+    them."""
     files = size_bytes = 0
     waiting = [path]
     while waiting and files <= most:

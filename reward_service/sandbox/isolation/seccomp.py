@@ -1,4 +1,4 @@
-"""A filter of system calls that forbids calls without use for a program that reads, computes and prints.
+"""A filter of system calls. It forbids the calls that a program does not need to read, compute and print.
 
 These calls fail with EPERM:
 - sockets of every family; only a pair of Unix sockets without addresses and without sent descriptors is
@@ -6,9 +6,10 @@ These calls fail with EPERM:
 - locks, leases and watches on files, because the system folders are the host's
 - new namespaces and mounts, and inspection of other processes
 - kernel keys, BPF, io_uring, userfaultfd, performance counters
-- memory outside the accounts: memfd, System V, pages lent to a pipe, and without a memory group anonymous
-  shared memory
-- priorities and processor affinity, because waits for a processor are not charged
+- memory that is not counted for a process: memfd, System V, pages lent to a pipe, and, without a memory
+  group, anonymous shared memory
+- priorities and processor affinity, because with them a program could increase its waits for a processor,
+  which are not charged
 - limits of other processes, clocks, modules, reboot
 
 `clone3` fails with ENOSYS, because its flags are in memory that a filter cannot read. The C library then uses
@@ -36,15 +37,16 @@ setpriority ioprio_set sched_setscheduler sched_setparam sched_setattr sched_set
 """
 REFUSED = _NAMES.split()
 NEWER = {"process_madvise": 440, "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447}
-"""Calls that an older libseccomp does not know by name.
+"""Numbers of calls that an older libseccomp does not know by name.
 
-Calls added since 2019 have the same number on every architecture.
+One number is enough, because calls added since 2019 have the same number on every architecture.
 """
 NAMESPACE_FLAGS = (1 << 17, 1 << 25, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30)
-"""Every CLONE_NEW* flag of `clone` (a time namespace needs `unshare` or `clone3`)."""
+"""All CLONE_NEW* flags of `clone`. A time namespace can only be made with `unshare` or `clone3`."""
 AF_UNIX, TIOCSTI, TIOCLINUX = 1, 0x5412, 0x541C
 FCNTL_REFUSED = (6, 7, 37, 38, 1024, 1026, 1031)
-"""Locks (F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW), F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ."""
+"""Forbidden commands of `fcntl`: locks (F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW), F_SETLEASE, F_NOTIFY,
+F_SETPIPE_SZ."""
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -69,8 +71,8 @@ def program(*, grouped: bool, machine: int | None = None) -> bytes:
     """Return the filter as `struct sock_filter[]`, for this machine or the architecture `machine`
     (AUDIT_ARCH_*).
 
-    `grouped` means that a memory group counts all memory, so shared memory may be allowed. Raises `OSError`
-    if libseccomp is missing or cannot make the filter.
+    `grouped` means that a memory group counts all memory. Only then is anonymous shared memory allowed.
+    Raises `OSError` if libseccomp is missing or cannot make the filter.
     """
     library = ctypes.CDLL(LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p

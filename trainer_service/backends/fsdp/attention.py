@@ -5,9 +5,9 @@ describe it: `(count, length)` for each sequence of consecutive trees of equal l
 shape [count, heads, length, head_dim] on the packed tensors, so no token is copied or padded.
 
 A run of plain rows is one causal SDPA call. A run of small trees is one call with a mask. A larger tree takes
-one call for each branch, whose keys are concatenated from the pieces that it attends to. The gradients of a
-shared piece add up over these calls. Packing sorts trees by length, so there are at most sqrt(2 T) runs. The
-reason: K different lengths have at least K (K + 1) / 2 tokens.
+one call for each branch. The keys of a branch are concatenated from the pieces to which it attends, and the
+gradients of a shared piece add up over the calls. Packing sorts trees by length, so there is one run for each
+length. Because K different lengths need at least K (K + 1) / 2 tokens, there are at most sqrt(2 T) runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PackedRuns:
     branching: Sequence[Branching] | None = None
     """Structure of each run; None if all sequences are plain rows."""
     part: SequencePart | None = None
-    """This rank's stretch of the micro-batch that the runs describe; None if this rank has all of it."""
+    """This rank's part of the micro-batch that the runs describe; None if this rank has all of it."""
 
 
 def packed_attention(

@@ -5,7 +5,7 @@ checkpoint restores weights, optimizer and random state on any number of ranks. 
 rank holds gradients only of its own shard, in fp32.
 
 With several copies of the model (`data`), each copy is on consecutive ranks, and gradients are also summed
-over copies. Copies are equal bit by bit, so only the first copy is counted, written and published.
+over copies. All copies are equal bit for bit, so norms, checkpoints and publications use only the first copy.
 
 With `sequence`, neighbouring ranks have a part of each row (`sequence.py`). Each of them also has its own
 shard of the weights: a copy is distributed over `shard` x `sequence` ranks.

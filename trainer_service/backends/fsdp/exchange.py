@@ -1,8 +1,9 @@
 """Attention over the tokens of several ranks by an exchange of heads (DeepSpeed-Ulysses, arXiv:2309.14509).
 
-Each rank has all heads of its own stretch of tokens. A first exchange gives it some heads of all tokens. It
-computes their attention. A second exchange gives it the results of all heads for its own tokens. If a model
-has too few key/value heads, each is sent several times, so that every rank has those of its own query heads.
+At first, each rank has all heads of its own part of the tokens. A first exchange gives each rank some heads
+of all tokens, for which it computes attention. A second exchange gives it the results of all heads for its
+own tokens. If a model has fewer key/value heads than ranks, each of these heads is sent to several ranks, so
+that every rank has the ones that belong to its query heads.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class LoadedModel:
     def in_fp32(self, ranks: Ranks) -> Any:
         """Return a second module with the same weights that computes in fp32.
 
-        It has short windows, a value layer without zeros, and no dropout. It only takes the memory of one
-        block at a time."""
+        The probe uses it. It has short windows, a value layer without zeros, and no dropout, and needs only
+        the memory of one block at a time."""
         model = self.plan.plain(with_short_windows(self.module.config))
         self.plan.complete(model)
         _shard(model, ranks, torch.float32)
@@ -197,7 +197,7 @@ class _Plan:
         return model
 
     def complete(self, model: Any) -> Sequence[str]:
-        """Add adapters and the second head. Returns the names of the layers with an adapter."""
+        """Add adapters and a second head, if requested. Returns the names of the layers with an adapter."""
         adapted = add_adapters(model, self.lora) if self.lora is not None else ()
         if self.head == "both":
             with torch.device("meta"):
@@ -249,7 +249,7 @@ def _adapters(tensors: Mapping[str, Tensor]) -> dict[str, Storage]:
 
 @torch.no_grad()
 def _begin(tensor: Tensor, value: Tensor) -> None:
-    """Give a sharded parameter without a file its initial value; this rank takes its rows."""
+    """Set this rank's rows of a sharded parameter without a file to their initial value."""
     assert isinstance(tensor, DTensor)
     first, end, _ = local_rows(tensor)
     tensor.to_local().copy_(value[first:end])

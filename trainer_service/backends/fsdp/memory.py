@@ -5,7 +5,7 @@ In the formulas, P is the number of parameters, and S is the number of ranks tha
 cut along its first dimension and padded. The bytes of a number in `trainer.dtype` are c. All figures are in
 bytes.
 
-State that is always in memory:
+The following state is always in memory:
 
 - Parameters 4 P / S, gradients 4 P / S, AdamW's moments 8 P / S. They are fp32 and sharded alike (ZeRO stage
   3, arXiv:1910.02054 section 5.3; `fully_shard` of torch). Offloaded moments are in host memory.
@@ -14,7 +14,7 @@ State that is always in memory:
 - The same for each further model. A frozen model takes c P / S, or 4 P / S if it follows another. The state
   of all models is in memory during the passes of one (`planned`).
 
-Memory that a pass adds, at its worst moment (`_moments`):
+A pass adds the following at its worst moment (`_moments`):
 
 - Working parameters: FSDP2 gathers one block's parameters (c P_block) before it computes with them. On more
   than one rank it also gathers the next block's. Parameters outside blocks (the root: embedding, last norm,

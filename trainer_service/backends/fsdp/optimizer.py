@@ -81,8 +81,8 @@ class ShardedAdamW:
         return {m: {name: state[shard][m] for name, shard in self._shards.items()} for m in MOMENTS}
 
     def restart(self, updates: int) -> dict[str, dict[str, Tensor]]:
-        """Set the state after `updates` updates, with moments of 0. Returns the moments, which the caller
-        fills."""
+        """Set the state as after `updates` updates, with moments of 0. Returns the moments, for the caller to
+        fill in."""
         self._updates = updates
         for held in self._host.values():
             for values in held.values():

@@ -1,12 +1,14 @@
 """Sequence parallelism: each rank has a part of a micro-batch's tokens, and attention covers all of them.
 
-The ranks of a group build the same micro-batch with T tokens. One more row without units pads it to a
-multiple of the group's size. It is cut into equal stretches, one for each rank. Except for attention, every
-layer works on the rank's own stretch. For attention, the ranks exchange heads (`exchange.py`).
+The ranks of a group build the same micro-batch with T tokens. It is padded to a multiple of the group's size
+by an additional row without units, and cut into equal *stretches* of consecutive tokens, one for each rank.
+Except for attention, every layer works on the rank's own stretch. For attention, the ranks exchange heads
+(`exchange.py`).
 
-The rank whose stretch has a unit's place computes its columns. All ranks end with the columns of all units,
-so the loss is the same as on one rank (`shared_loss`). Gradients return to the stretch of their unit. A
-rank's parameters get a part of the gradient; the sum over the group is the gradient of one rank.
+The columns of a unit are computed by the rank whose stretch has the unit's place. Then all ranks get the
+columns of all units, so the loss is the same as on one rank (`shared_loss`). The gradient of a unit's columns
+flows only into its own stretch. So each rank gets a part of the gradient of the parameters, and the sum over
+the group equals the gradient on a single rank.
 """
 
 from __future__ import annotations
@@ -83,8 +85,8 @@ class SequencePart:
     branching: list[Branching]
 
     def units_at(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return i64 [N] twice: indices of the places [S] that are in this stretch, and their places within
-        it."""
+        """Return two tensors i64 [N]: the indices of those `places` [S] that are in this stretch, and their
+        places within it."""
         chosen = ((places >= self.own.start) & (places < self.own.stop)).nonzero()[:, 0]
         return chosen, places[chosen] - self.own.start
 
@@ -106,7 +108,8 @@ class SequencePart:
 
 
 class _Summed(torch.autograd.Function):
-    """Sum over the group. The gradient is the same on all ranks and goes to each rank's summand."""
+    """Sum over the group. In the backward pass, each rank's summand gets the gradient of the sum
+    unchanged."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

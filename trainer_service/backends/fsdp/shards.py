@@ -95,7 +95,8 @@ def write_tensors(
     """Write a safetensors file of contiguous tensors with one element size, and hash it while writing.
     Returns it by its name.
 
-    The safetensors package can only write a whole file, which would then have to be read again for its hash.
+    The safetensors package is not used, because it can only write a whole file, which would then have to be
+    read again for its hash.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0

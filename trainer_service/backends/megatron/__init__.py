@@ -39,11 +39,12 @@ class Megatron:
         """Activations that the backward pass computes again instead of keeping them. `full` keeps only the
         inputs of each layer. `selective` recomputes only attention."""
         virtual_stages: int = Field(default=1, ge=1)
-        """Number of stages on each of the `trainer.parallel.pipeline` ranks. They are far apart in the model:
-        less time is lost at the ends of a step, but more data is exchanged."""
+        """Number of stages on each of the `trainer.parallel.pipeline` ranks. The stages of a rank are far
+        apart in the model. With more stages, less time is lost at the ends of a step, but more data is
+        exchanged."""
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """Yield the settings that the back end cannot run, or would silently run wrong."""
+        """Yield the settings with which the back end cannot run, or would silently compute wrong results."""
         asked = self.Arguments.model_validate(arguments)
         if importlib.util.find_spec("megatron") is None:
             yield Mistake(

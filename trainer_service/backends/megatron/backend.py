@@ -3,7 +3,7 @@ state.
 
 Guarantees: a grid computes the same as one rank, because losses are summed over data ranks and never
 averaged. A checkpoint restores weights, optimizer and random state on any grid. No rank ever has more of a
-tensor than its own part, whether it loads, trains or exports.
+tensor than its own part, neither in loading nor in training nor in an export.
 
 The order of ranks is Megatron's: tensor ranks are consecutive, then data ranks, then stages. All ranks of a
 share read its rows. The first tensor rank of the last stage owns the columns.

@@ -1,6 +1,6 @@
-"""Megatron-Core configuration of a Hugging Face model, and the refused models and grids.
+"""Megatron-Core configuration of a Hugging Face model, and the checks that refuse a model or a grid of ranks.
 
-Some configurations would silently compute something other than the model. They are refused with a reason.
+Some configurations would silently compute something other than the model, so they are refused with a reason.
 `reasons_against` is pure. It is called when the job file is read, and again when the model is created.
 """
 
@@ -123,8 +123,8 @@ def _positive(config: Mapping[str, Any], name: str, otherwise: int | None = None
 def reasons_against(
     config: Mapping[str, Any], grid: RankGrid, virtual_stages: int = 1
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield (field of the job file, problem, fix) for everything that the back end would not compute like the
-    model.
+    """Yield (field of the job file, problem, fix) for every reason why the back end would not compute the
+    same as the model.
 
     `config` is a `config.json` that `Dimensions.of` can read. Fields are below `trainer`, or `model`."""
     found = Dimensions.of(config)

@@ -2,8 +2,8 @@
 
 Attention over packed rows is the function of FSDP2, on the heads of a tensor rank, so trees with shared
 prefixes are exact here too. Rotary positions come from transformers, with every kind of scaling. Norms
-compute as in transformers and are marked for sequence parallelism. With sequence parallelism, tensor ranks
-have different tokens, and the gradients of a norm's weight are summed over them.
+compute the same as in transformers and are marked for sequence parallelism. With it, tensor ranks have
+different tokens, and Megatron-Core sums the gradients of a marked norm's weight over these ranks.
 """
 
 from __future__ import annotations

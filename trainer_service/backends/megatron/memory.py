@@ -4,10 +4,10 @@ The figures are for the worst rank, which is on the first or the last stage. In 
 of tensor ranks, e of expert ranks, d of data ranks, p of stages, and v of interleaved stages on each rank.
 The bytes of a number in `trainer.dtype` are c.
 
-- P are the parameters of L / p layers, divided by t; experts are also divided by e. The first stage adds the
-  embedding, and the last one the output layer, both divided by t. Parameters take c P, and summed gradients 4
-  P. If c is 2, main copies take 4 P / d, or 4 P / (d / e) for experts. AdamW's moments take twice as much as
-  main copies.
+- P is the number of parameters of L / p layers, divided by t. Experts are also divided by e. The first stage
+  adds the embedding, and the last one the output layer, both divided by t. Parameters take c P, and summed
+  gradients 4 P. If c is 2, main copies take 4 P / d, or 4 P / (d / e) for experts. AdamW's moments take twice
+  as much as main copies.
 - Activations of a layer are those on one rank (`fsdp/memory.py`), divided by t: sequence parallelism divides
   the activations that tensor parallelism does not (Korthikanti et al., arXiv:2205.05198 section 4.2). The
   first of p stages keeps them for p micro-batches at once, or with interleaving for p (1 + (p - 1) / (p v)),

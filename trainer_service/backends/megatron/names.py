@@ -1,9 +1,10 @@
 """Mapping between a rank's parameters and boxes of a model's Hugging Face tensors.
 
-Loading, export and checkpoints use the same table. `boxes_of` cuts a tensor with the shape of a rank's
-parameter into views; each view is a box of a tensor in the model's files. `linear_qkv` has for each key head
-its query heads, the key and the value. `linear_fc1` has the gate above the up-projection. Embedding and
-output layer are padded to a multiple of the tensor ranks; the padding belongs to no box.
+Loading, export and checkpoints use the same mapping. `boxes_of` cuts a tensor with the shape of a rank's
+parameter into views. Each view is a box (a rectangular part) of a tensor in the model's files. `linear_qkv`
+has for each key head its query heads, the key and the value. `linear_fc1` has the gate above the
+up-projection. Embedding and output layer are padded to a multiple of the tensor ranks; the padding belongs to
+no box.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def global_name(name: str, first_layer: int, place: StagePlace) -> str:
 
 
 def boxes_of(name: str, tensor: Tensor, place: StagePlace, model: Dimensions) -> Iterator[TensorPiece]:
-    """Yield the boxes in `tensor`, as views. It has the shape of the parameter `name` on a rank at `place`.
+    """Yield the boxes in `tensor`, as views. The tensor has the shape of the parameter `name` on a rank at
+    `place`.
 
     `name` is a global name. Raises `KeyError` for an unknown parameter."""
     if layer := LAYER.match(name):

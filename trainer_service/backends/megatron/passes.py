@@ -1,9 +1,9 @@
 """Passes of a model over micro-batches, by Megatron-Core's schedules.
 
-A schedule calls each stage with each micro-batch, and requests the loss on the last stage. There the head
-computes columns from the hidden states. All tensor ranks have the same columns, and the first one is their
-owner. Stages exchange packs of any length. An interleaved schedule needs a multiple of the number of stages,
-so empty passes are added.
+A schedule calls each stage with each micro-batch, and requests the loss on the last stage. There, the head
+computes columns from the hidden states. All tensor ranks have the same columns, and the first of them is the
+owner. Stages can exchange packs of any length. An interleaved schedule needs a number of passes that is a
+multiple of the number of stages, so empty passes are added.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def owns_columns() -> bool:
 class Passes:
     """Passes of one model. `modules` are its stages, wrapped if they are trained.
 
-    If `replays` is True, which is only so for the policy, its routers replay the routes of the
-    micro-batches."""
+    If `replays` is True, the routers replay the routes of the micro-batches. It is only True for the
+    policy."""
 
     def __init__(self, stages: Stages, modules: Sequence[Any], *, replays: bool) -> None:
         self._stages, self._modules, self._replays = stages, list(modules), replays

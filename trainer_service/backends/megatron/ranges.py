@@ -1,9 +1,10 @@
-"""Checkpoints of ranges: files that any grid of ranks can read.
+"""Checkpoint files that consist of ranges of parameters, so that any grid of ranks can read them.
 
-For each of its parameters, a rank writes the range that it updates. The key names the parameter's tensor
-rank, the number of tensor ranks, and the beginning of the range. A reader joins the ranges of a parameter,
-whatever the number of data ranks was, and cuts them into boxes (`names.boxes_of`). It takes the overlap with
-its own boxes. Another number of tensor ranks, stages or expert ranks only cuts the boxes differently.
+For each of its parameters, a rank writes the range of elements that it updates. The key of a range contains
+the parameter's tensor rank, the number of tensor ranks, and the beginning of the range. A reader joins the
+ranges of a parameter, for any number of data ranks, and cuts the parameter into boxes (`names.boxes_of`).
+Then it copies the overlap with its own boxes. With another number of tensor ranks, stages or expert ranks,
+only the boxes of the reader differ.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def _make(folder: Path, ranks: Ranks, options: MegatronOptions, head: ModelHead)
 
 
 def _hold_row(embedding: VocabParallelEmbedding, token: int) -> None:
-    """Remove the gradient of look-ups from the embedding's row of `token`. A tied output layer still gives
+    """Exclude the embedding's row of `token` from the gradient of look-ups. A tied output layer still gives
     this row a gradient."""
     rank, world = _tensor_place()
 
@@ -162,7 +162,7 @@ def _mark(chunk: PackedGpt) -> None:
     """Mark each parameter that is split over tensor ranks, so that norms of gradients count whole parameters
     once.
 
-    Megatron-Core only sets this mark when it initialises values."""
+    This is necessary because Megatron-Core sets the mark only when it initialises values itself."""
     for module in chunk.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
             for name, parameter in module.named_parameters(recurse=False):

@@ -38,7 +38,7 @@ BUSY_REST_MS = 1000
 def http_socket(address: str, token: str) -> socket.socket:
     """Return a listening socket at `host:port`. Port 0 picks a free one.
 
-    Raises `EndpointError`, also if other machines could reach the address and there is no token.
+    Raises `EndpointError`. One reason is an address that other machines can reach while no token is set.
     """
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -60,7 +60,7 @@ def answer(content: object, status: int = 200, headers: dict[str, str] | None = 
 
 
 async def refused(request: HttpRequest, error: Any) -> Response:
-    """Answer a `RequestRefused`."""
+    """Return the response for a `RequestRefused`."""
     refusal: RequestRefusal = error.refusal
     seconds = -(-refusal.retry_after_ms // 1000)
     headers = {"Retry-After": str(seconds)} if seconds else None
@@ -68,7 +68,7 @@ async def refused(request: HttpRequest, error: Any) -> Response:
 
 
 async def no_route(request: HttpRequest, error: Any) -> Response:
-    """Answer an `HTTPException`."""
+    """Return the response for an `HTTPException`."""
     known = "There is GET /v1/info, GET /v1/health, POST /v1/score and GET /metrics"
     refusal = RequestRefusal("invalid", f"{request.method} {request.url.path}: {error.detail}. {known}")
     return answer(RefusedAnswer(refusal), error.status_code)

@@ -1,11 +1,12 @@
 """The work of the reference server: offers, admission, scoring and deadlines.
 
-The offers are read from the rewards' files without executing them.
+The server's own process reads what a reward's file declares without executing the file.
 
 Promises: an accepted request is answered within its deadline, with one verdict for each input. An input
-without a verdict by then gets an error that says so. It is not a timeout, because the input may never have
-begun. Work in progress is bounded. A request is refused as `busy` above `max_waiting` inputs, or if its turn
-would come too late. The refusal names the time for a retry. No request sees the verdicts of another.
+without a verdict by then gets an error that says so. The error is not a timeout, because scoring of the input
+may never have begun. Work in progress is bounded: a request is refused as `busy` if more than `max_waiting`
+inputs would wait, or if its turn would come too late. The refusal says when to retry. No request gets the
+verdicts of another.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class ServedReward(NamedTuple):
 
     name: str
     spec: RewardSpec
-    """The data to load it, with its arguments and its deadline of a call."""
+    """Data to load the reward, with its arguments and the deadline of a call."""
     wants: tuple[Extra, ...] = ()
 
     def info(self) -> RewardInfo:
@@ -67,9 +68,9 @@ def read_offers(
     args: Mapping[str, Any] | None = None,
     timeout_s: float = 10.0,
 ) -> list[ServedReward]:
-    """Return the offers that the command line names. Raises `RewardLoadError`.
+    """Return the rewards to offer that the command line names. Raises `RewardLoadError`.
 
-    `args` are the arguments of the offer if there is only one.
+    `args` are the arguments of the reward if there is only one.
     """
     if args and len(targets) > 1:
         raise RewardLoadError("--args are those of one reward: serve the others by a server of their own")
@@ -83,7 +84,8 @@ def read_offers(
 
 
 def version_of(target: str) -> str:
-    """Return a text that changes with the code behind `target`: the hash of its own file, or our version."""
+    """Return a text that changes with the code of `target`: the hash of the user's file, or the version of
+    this package."""
     if (file := own_file(target)) is None:
         return package_version("areal-async")
     try:
@@ -108,7 +110,7 @@ def _offer(target: str, wants: tuple[Extra, ...], args: dict[str, Any], timeout_
 
 
 class RequestRefused(Exception):
-    """The request is refused."""
+    """A refusal of a request, with its kind and reason."""
 
     def __init__(self, kind: RefusalKind, message: str, retry_after_ms: int = 0) -> None:
         super().__init__(message)
@@ -116,8 +118,8 @@ class RequestRefused(Exception):
 
 
 class ScoringService:
-    """The scoring of the reference server. The caller enters `pool`, whose queue must hold `max_waiting`
-    calls."""
+    """The scoring of the reference server. The caller must enter `pool`, and its queue must have room for
+    `max_waiting` calls."""
 
     def __init__(
         self, pool: WorkerPool, offers: Sequence[ServedReward], *, limits: RequestLimits, max_waiting: int
@@ -144,14 +146,14 @@ class ScoringService:
         return Health(status, self._in_flight, self._max_waiting)
 
     async def drain(self, limit_s: float) -> None:
-        """Refuse new requests and wait for work in progress, at most `limit_s`."""
+        """Refuse new requests, and wait at most `limit_s` for work in progress."""
         self._draining = True
         await set_within(self._idle, limit_s)
 
     async def score(self, request: ScoreRequest) -> list[Verdict]:
         """Return one verdict for each input. Raises `RequestRefused`.
 
-        A request without inputs only checks whether the client would be served.
+        A request without inputs only checks whether the server would serve the client.
         """
         arrived_s = asyncio.get_running_loop().time()
         spec = self._check(request)
