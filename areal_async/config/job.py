@@ -354,8 +354,8 @@ class SelfCheckSection(Section):
     """Largest 99.9 % quantile of log-prob differences, in nats. The other bounds scale with it. Null means
     the built-in table."""
     action: Literal["stop", "warn"] = "stop"
-    """Action if a difference exceeds its bound. If the built-in table has no bounds for the engine and dtype,
-    the action is always `warn`."""
+    """Action if a difference exceeds its bound. Without `bound`, it is always `warn` for an engine or dtype
+    that the built-in table lacks."""
 
 
 class ParallelSection(Section):

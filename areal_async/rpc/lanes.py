@@ -33,8 +33,8 @@ class Lane:
 class Lanes(Generic[T]):
     """The waiting requests, by the name of their lane.
 
-    The next request comes from the lane that is furthest behind its share. Among equals, the lane with the
-    greater weight is first (smooth weighted round robin).
+    Of the lanes that may begin a request, the one that is furthest behind its share is next. Among equals,
+    the lane with the greater weight is first (smooth weighted round robin).
     """
 
     def __init__(self, lanes: Mapping[str, Lane], lane_of: Callable[[Any], str] = lambda _: "all") -> None:
