@@ -62,17 +62,23 @@ class TeacherServers:
 
     async def _all(self, rows: Sequence[TrainingRow]) -> list[NDArray[np.float32]]:
         section = self._section
+        free = asyncio.Semaphore(section.max_concurrent)  # kept in pauses, so that retries slow new rows down
         said = ["it did not answer"]
+
+        async def one(session: aiohttp.ClientSession, row: TrainingRow) -> NDArray[np.float32]:
+            async with free:
+                return await self._one(session, row, said)
+
         try:
             async with (
                 asyncio.timeout(section.timeout_s),
                 aiohttp.ClientSession(
                     headers=self._headers,
                     timeout=aiohttp.ClientTimeout(total=None, sock_connect=LONGEST_CONNECT_S),
-                    connector=aiohttp.TCPConnector(limit=section.max_concurrent),
+                    connector=aiohttp.TCPConnector(limit=0),
                 ) as session,
             ):
-                return await asyncio.gather(*(self._one(session, row, said) for row in rows))
+                return await asyncio.gather(*(one(session, row) for row in rows))
         except TimeoutError:
             raise TeacherError(
                 f"the teacher has not scored {len(rows)} rows within trainer.teacher.timeout_s = "

@@ -9,8 +9,8 @@ Promises:
 - Rewards share the workers' time in equal parts. At most `MAX_QUEUED` calls wait.
 
 The pool does not isolate rewards, because they are the job's own code: a child process in a session of its
-own escapes the kill, and malicious code can forge its worker's messages. If one call of a joint invocation
-makes the invocation fail, the other calls run again. Only one verdict counts.
+own escapes the kill, and malicious code can forge its worker's messages. If a joint invocation fails, each of
+its calls runs again by itself. Only one verdict of a call counts.
 """
 
 from __future__ import annotations

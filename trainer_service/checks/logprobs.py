@@ -2,9 +2,10 @@
 engine names.
 
 Every gradient assumes that they do. The check uses the first batch with units of the version from which the
-step starts. It recomputes the log-probs of these units at the temperature of each call. The engines may have
-started with this version instead of loading it as an update. In that case the check runs a second time, on
-the first batch with units of a version that this process made, to test weight updates too.
+step starts. It recomputes the log-probs of these units at the temperature of each call. If that batch is the
+first of this process, the engines may have started with this version instead of loading it as an update. The
+check then runs a second time, on the first batch with units of a version that this process made, to test
+weight updates too.
 
 The check uses the whole distribution of the differences, not the largest one, because among a million units
 in bfloat16, rounding alone makes some differences large. An error that affects only few units, such as those

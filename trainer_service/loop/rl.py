@@ -458,8 +458,8 @@ class RlTrainer:
         return True
 
     def _last_is_evaluated(self) -> bool:
-        """Return whether the last evaluations of all other policies are done, so that none needs these
-        weights any more."""
+        """Return whether the last evaluation of another policy is done, so that none needs these weights any
+        more."""
         if self._run_log is None or not self._beside.evaluated:
             return True
         return any(
