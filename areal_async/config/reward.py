@@ -35,7 +35,7 @@ class FaultSection(Section):
     score: float = Field(default=0.0, allow_inf_nan=False)
     """Score of an answer at fault. It must not exceed the reward's lowest score."""
     end_after: int = Field(default=64, ge=0, le=1_000_000)
-    """End the job if its first answers, this many, are all at fault; 0 disables this."""
+    """Number of answers at fault that ends the job if none was judged before; 0 disables this."""
 
 
 class RouteSection(Section):

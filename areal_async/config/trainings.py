@@ -32,7 +32,7 @@ class SftSection(FileTraining):
     Held-out accuracy is greedy exact match, measured by teacher forcing."""
 
     train_on: Literal["all", "last"] = "all"
-    """Turns of the assistant from which a chat is learned."""
+    """Assistant turns that are learned in a chat."""
     normaliser: Literal["token", "sequence"] = "token"
     """Mean over the step's tokens (`token`), or over token means of examples (`sequence`)."""
 
