@@ -255,8 +255,8 @@ def has_place(group: GroupRecord, policy: str) -> bool:
 
 
 def _oldest(group: GroupRecord) -> int:
-    """Return the smallest version of any policy in the group. Such groups are claimed first, because they are
-    probably needed first."""
+    """Return the smallest version of any policy in the group. Groups with small versions are claimed first,
+    because they are probably needed first."""
     return min((training.min_version for training in group.training.values()), default=NO_VERSION)
 
 
