@@ -1,5 +1,5 @@
-"""The front of a job's ledger: the only process that may change it. It sends a reply only after Redis has
-confirmed the write.
+"""The *front* of a job's ledger: the only process that may change the ledger. It sends a reply only after
+Redis has confirmed the write.
 
 Promises:
 
@@ -8,11 +8,12 @@ Promises:
 - A reply is sent only after its write and every earlier write are confirmed.
 - If a write is not confirmed, the index is dropped immediately, waiting callers get `unavailable`, and the
   index is rebuilt from Redis.
-- A front stops if another front has replaced it, or if its Redis is unusable. `ended` then has the reason.
+- A front stops if another front has replaced it, or if Redis is unusable. The attribute `ended` then has the
+  reason.
 
 Deadlines use the ledger's clock, which ignores changes of the system clock. No deadline comes closer while
-clients cannot renew leases and claims: the clock stands still while no front runs, and an outage of Redis or
-a blocked process moves every deadline by its length.
+clients cannot renew leases and claims. The clock stands still while no front runs. After an outage of Redis,
+or a time in which the front was blocked, every deadline moves back by that time.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ from replay_buffer.routes import RoutesFile
 BEAT_S = 0.5  # Longest time between two looks at the clock
 OUTAGE_MS = 3_000  # A longer gap between two looks counts as an outage of this process
 ALIVE_MS = 5_000
-"""Time between the keep-alive writes of an idle front. The next front does not count the time since the last
-write."""
+"""Time between the writes by which an idle front records the ledger's time. The next front continues from the
+last recorded time."""
 GATHER_S = 0.02  # Longest wait of a claim for a group to become complete
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
@@ -97,8 +98,8 @@ class Coordinator:
         self._revive = revive
         self._on_confirmed = on_confirmed
         self._polls: dict[Edge, dict[asyncio.Event, None]] = {edge: {} for edge in EDGES}
-        """For each edge, one event per waiting poll, longest wait first. A poll clears its event before it
-        executes its command, and the edge sets it."""
+        """The waiting polls of each edge (`index.Edge`), longest wait first, each with an event. The poll
+        clears its event before it executes its command, and the edge sets the event."""
         self._seen_ms = 0
         self._wrote_ms = 0
         self._stopping = False
@@ -130,8 +131,8 @@ class Coordinator:
         self._fire()
 
     async def stop(self) -> None:
-        """Write all decisions and the present time, then disconnect from Redis. The next front continues the
-        clock from that time."""
+        """Write all decisions and the clock's present time, then disconnect from Redis. The next front
+        continues the clock from this time."""
         self.stop_waiting()
         if self.index is not None:
             self._take(self.index, KeepAlive())
@@ -167,8 +168,8 @@ class Coordinator:
         routed: Sequence[int] = (),
         routes: Sequence[memoryview] = (),
     ) -> Decision:
-        """Execute a put. Write its large episodes to disk before the decision, and also the `routes` of the
-        samples `routed`, unless this front keeps no routes."""
+        """Execute a put. Before the decision, write the put's large episodes to disk, and also the `routes`
+        of the samples `routed` if this front stores routes."""
         self._ready()
         group_id, kept = command.group_id, self._store.routes if routed else None
         files: dict[int, RoutesFile] = {}
@@ -208,8 +209,8 @@ class Coordinator:
         more_comes: Callable[[Index], bool] | None = None,
         again: asyncio.Event | None = None,
     ) -> Message:
-        """Execute the command. While the reply is empty, execute it again whenever `edge` fires, for at most
-        `wait_ms`. Setting the event `again` repeats the command for this poll only.
+        """Execute the command. While the reply is empty, execute the command again whenever `edge` fires, for
+        at most `wait_ms`. Setting the event `again` repeats the command for this poll only.
 
         If `more_comes` returns true for a reply, the poll may wait up to `GATHER_S` for more, because fewer
         and larger replies cost less."""
@@ -296,7 +297,7 @@ class Coordinator:
             self._on_confirmed(revision)
 
     def _pass_time(self, index: Index) -> None:
-        """Handle the time that has passed: an outage, or deadlines that are due."""
+        """Extend all deadlines after an outage, and end everything whose deadline has passed."""
         now_ms = self.now_ms
         gap_ms, self._seen_ms = now_ms - self._seen_ms, now_ms
         if gap_ms > OUTAGE_MS:
@@ -309,8 +310,8 @@ class Coordinator:
             self._take(index, KeepAlive())
 
     def _until_change(self, edge: Edge, left_s: float) -> float:
-        """Return the longest time to wait for an edge. It is limited because the trainer's wait for overtaken
-        groups ends by time, without an event."""
+        """Return the longest time to wait for an edge. There is a limit because the trainer's wait for
+        overtaken groups ends at a certain time, without an event."""
         due_ms = self.index.overtaken_due_ms if edge == "batch" and self.index is not None else None
         return left_s if due_ms is None else min(left_s, max(0.001, (due_ms - self.now_ms) / 1000))
 
@@ -373,7 +374,8 @@ class Coordinator:
             self._spawn(self._rebuild(error))
 
     def _note(self, error: StoreError) -> None:
-        """Record the error for callers that ask during the outage, and log each new reason once."""
+        """Record the error, which calls during the outage get as their answer, and log each new reason
+        once."""
         if str(error) != self._why and self._trouble is not None:
             log.warning("waiting for Redis", reason=str(error))
         self._why = str(error)

@@ -41,7 +41,7 @@ WAITS: dict[Trouble, str] = {
     "replica": "Redis has no master for the buffer to write to",
     "refused": "Redis refuses what the buffer asks, see the log of the buffer",
 }
-"""Reason why a buffer cannot write, in the words of a stall report."""
+"""Words of a stall report for each reason why a buffer cannot write."""
 
 
 class BufferCollector(Collector):

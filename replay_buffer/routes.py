@@ -1,13 +1,13 @@
-"""Storage of the routes of stored episodes (the experts chosen for each token). They are always in files
-beside the buffer, whatever their size and wherever its Redis runs.
+"""Storage of the routes of stored episodes (the experts chosen for each token). Routes are always in files
+beside the buffer, whatever their size and wherever Redis runs.
 
 Promises: Redis contains no bytes of routes. The routes of a stored episode exist until the episode's bytes
 are freed, and `GRACE_S` longer, because a reply may still need them.
 
 No record refers to the files, so neither the ledger nor Redis has any data about routes. A file's name
 contains the group and the sample of its episode, and its size. Files that a crash leaves are removed when the
-store is opened. If the routes of an episode are lost, for example after the front moved to another host, it
-is trained without them.
+store is opened. If the routes of an episode are lost, for example after the front moved to another host, the
+episode is trained without routes.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Promises:
 
 - `staleness_is_bounded`: no batch has a unit older than η steps, whatever fails or is late.
-- `trained_effectively_once`: an acknowledged episode is in Redis, as durable as the acknowledgement says, and
+- `trained_effectively_once`: an acknowledged episode is in Redis, as durable as `buffer.durability` says, and
   in at most one batch. Every message may be repeated.
 - `groups_are_whole`: a batch has whole groups, each with all its episodes and their scores.
 - `nothing_is_unbounded`: stored data and running requests have limits. At a limit, lease requests wait.
@@ -75,8 +75,8 @@ LANES = {
     "lease": Lane(2, most_waiting=4096),
     "put": Lane(1, most_waiting=4096, most_bytes=256 << 20, most_running=PUTS_RUNNING),
 }
-"""Lanes of requests. Scoring and training have a larger share than puts, because they free room in the buffer
-and puts use it."""
+"""Lanes of requests. Scoring and training have a larger share than puts: they free room in the buffer, and
+puts fill it."""
 LANE_OF: dict[type[Message], str] = {
     Claim: "score",
     PutVerdicts: "score",
@@ -141,8 +141,8 @@ class BufferServer:
             await asyncio.sleep(FIGURES_S)
 
     async def _lease(self, peer: Peer, message: Lease, attachments: list[memoryview]) -> Answer:
-        """Answer a lease request. A worker asks again only when it serves another version. Its older request
-        is then answered immediately, so that it does not take up the worker's share of waiting requests."""
+        """Answer a lease request. A worker asks again only when it serves another version. The worker's older
+        request is then answered immediately, because the number of its waiting requests is limited."""
         self._look_again(message.worker)
         current = self._lease_waits[message.worker] = asyncio.Event()
 
@@ -295,7 +295,7 @@ def place_of(episode_id: str) -> tuple[str, int]:
 
 async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> None:
     """Run the service's process: Redis, coordinator and server. Return on a stop request, or raise the error
-    that prevents it from running."""
+    that prevents the service from running."""
     # Long: one stack holds what each part has begun, and ends it in the reverse order.
     job = ctx.job
     rules, tasks, clock = Rules.of(job), TaskOrder.of(job), LedgerClock()

@@ -18,8 +18,8 @@ SOCKET_PATH_LIMIT = 107
 
 
 def interface_of(*hosts: str) -> str:
-    """Return the name of this machine's network interface that has one of the addresses `hosts`, tried in
-    order. Raises `EndpointError` if no interface has any of them."""
+    """Return the name of this machine's network interface that has the first usable address of `hosts`.
+    Raises `EndpointError` if no interface has any of them."""
     for host in hosts:
         for name, addresses in psutil.net_if_addrs().items():
             if any(each.family == socket.AF_INET and each.address == host for each in addresses):
@@ -40,7 +40,8 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(eq=False)
 class Address:
-    """The endpoint of one server, and the name of its key (see `rpc/secret.py`). Any thread may `move` it."""
+    """The endpoint of one server, and the server's name, which selects its key (see `rpc/secret.py`). Any
+    thread may `move` it."""
 
     endpoint: str
     server: str = ""
@@ -49,6 +50,6 @@ class Address:
         return self.endpoint
 
     def move(self, endpoint: str) -> None:
-        """Change the endpoint. Clients of this address connect to the new endpoint before their next request,
-        and soon even without a request."""
+        """Change the endpoint. Clients of this address soon connect to the new endpoint, at the latest before
+        their next request."""
         self.endpoint = endpoint

@@ -48,8 +48,8 @@ def digest_of(files: Iterable[Path], *values: str, packages: Iterable[str] = ("t
 
 
 def recall(kind: str, key: str) -> bytes | None:
-    """Return the answer stored for `key`, or None if there is none in a file that only this user can
-    write."""
+    """Return the answer stored for `key`, or None if there is none. A file that others may write is
+    ignored."""
     try:
         return read_own(_path(kind, key), max_bytes=MOST_BYTES)
     except (OSError, NotOurs):

@@ -44,8 +44,8 @@ class ArealError(Exception):
     restart_helps: bool | None = None
     """Whether a restart may help a service that ends with this error.
 
-    None means that a restart helps if the service has served before, because its configuration was then
-    right.
+    None means that a restart helps only if the service has served before: this shows that its configuration
+    works.
     """
 
     exit_status = 1
@@ -90,12 +90,12 @@ class RpcTimeout(WireError):
 
 
 class PeerGone(WireError):
-    """Error if the client was closed during the call, or was never connected."""
+    """The client was closed during the call, or was never connected."""
 
 
 class FaultError(WireError):
-    """A service's typed refusal. Handlers raise it to answer a `Fault`, and clients raise it when they
-    receive one."""
+    """A service's typed refusal. Handlers raise it to answer with a `Fault`, and clients raise it when they
+    receive a `Fault`."""
 
     def __init__(self, kind: FaultKind, message: str, retry_after_ms: int = 0) -> None:
         super().__init__(f"{kind}: {message}")

@@ -1,4 +1,4 @@
-"""The event log of a process, and failpoints, at which a process kills itself.
+"""The event log of a process, and failpoints: named places in the code at which a test kills the process.
 
 The log is off unless `observe.event_log` is set. `docs/metrics.md#event-log` lists the events with their
 fields, and the failpoints. A written line survives SIGKILL of its process. A last line without a newline is

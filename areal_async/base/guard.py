@@ -4,9 +4,9 @@ HOW is the action on the command when the parent dies: `terminate`, `kill` or `k
 this script keeps running and leads the process group of the whole command. It kills that group when the
 command exits (and then exits with the same status), when it receives SIGTERM, and when the parent dies.
 
-The script uses only the standard library. It runs under `-I -S` and starts in milliseconds. This work is not
-done between fork and exec of the parent, where it would be unsafe because the parent has threads. This
-process has only one thread.
+The script uses only the standard library. It runs under `-I -S` and starts in milliseconds. The parent could
+also do this work between fork and exec, but that is unsafe because the parent has threads. This process has
+only one thread.
 """
 
 import ctypes

@@ -9,8 +9,8 @@ Promises: clients together never exceed `HttpLimits`. The limits cover connectio
 bodies, and seconds to send a request, to receive an answer, and to be idle. A full server closes the
 connection that was idle for the longest time, so that it can always accept a new one. If every connection has
 a request in flight, a new connection gets status 503. Half of the process's descriptors stay free for other
-uses. Faults of clients are logged. Repeated faults of one kind are counted instead of repeated
-(`base/log.py`). A request on which an application fails gets status 500.
+uses. Faults of clients are logged. Repeated faults of one kind are counted, not logged again (`base/log.py`).
+If the application raises an error, the request gets status 500.
 
 The server does not share its capacity fairly between clients with requests in flight. That is the
 application's task.
@@ -47,7 +47,8 @@ FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length
 BACKLOG = 512
 ACCEPTED_AT_ONCE = 32
 LEAST_RATE = 64 << 10
-"""Bytes per second. A client that sends a body or receives an answer more slowly is too slow."""
+"""Least rate of a client, in bytes per second. A client that sends a body or receives an answer more slowly
+counts as too slow."""
 SWEEP_S = 0.5
 LOGGED_CHARS = 300  # most logged characters of a client's input
 
@@ -69,7 +70,8 @@ class HttpLimits:
     header_bytes: int = 32 << 10  # most bytes of the request line and all headers of one request
     held_bytes: int = 128 << 20  # bodies of all requests in flight; a request beyond it gets status 503
     header_s: float = 10.0
-    """Longest time from the first byte of a request, or from the connection, to the end of the headers."""
+    """Longest time to receive the headers, from the request's first byte or, for a new connection, from its
+    start."""
     body_s: float = 20.0
     """Longest time for a body to arrive or an answer to be received, beyond the time needed at
     `LEAST_RATE`."""

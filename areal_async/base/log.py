@@ -33,15 +33,15 @@ RESERVED = frozenset({"time", "level", "job", "process", "event", "logger", "tra
 IDENTITIES = frozenset(
     {"group_id", "episode_id", "lease_id", "task_id", "request_id", "claim_id", "sample", "item", "peer"}
 ) | {"example", "raised"}
-"""Fields that identify the subject of a line, or give an example. Lines that differ only in these fields are
+"""Fields that identify the subject of a line, or an example of it. Lines that differ only in these fields are
 equal."""
 REPEAT_S = 10.0  # seconds between two copies of a repeated line
 MOST_LINES = 256  # different lines that are remembered; the oldest is forgotten first
 
 
 class Logger:
-    """A logger of events with named fields. An event is a constant text, and fields have the variable
-    parts."""
+    """A logger of events with named fields. The text of an event is constant, and its variable parts are
+    fields."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(f"areal.{name}")

@@ -42,7 +42,8 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Stop the loop, its helper threads and its thread. Threads that hang longer than `CLOSE_S` stay."""
+        """Stop the loop, its helper threads and its thread. A thread that does not end within `CLOSE_S` is
+        left running."""
         until_s = time.monotonic() + CLOSE_S
         with suppress(TimeoutError):
             self.begin(_settle()).result(CLOSE_S)
@@ -58,8 +59,8 @@ class LoopThread:
 
 
 async def _settle() -> None:
-    """Wait until the calls that the close interrupted have raised their errors in the threads that wait for
-    them."""
+    """Wait until each call that `close` interrupted has raised its error in the thread that waits for the
+    call."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         await asyncio.wait(others, timeout=1.0)

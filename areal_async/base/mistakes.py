@@ -65,9 +65,8 @@ def in_words(
 ) -> Iterator[Mistake]:
     """Yield the mistakes behind the first `MOST_MISTAKES` entries of `ValidationError.errors()`.
 
-    One more mistake in `field` has the number of the remaining entries. The limit is needed because
-    explaining a mistake compares it with all fields, which would take minutes for a file with very many
-    mistakes.
+    A last mistake, in `field`, states how many entries remain. The limit is needed because each explanation
+    compares the mistake with all fields, which takes minutes if a file has very many mistakes.
     """
     yield from map(explain, details[:MOST_MISTAKES])
     if (more := len(details) - MOST_MISTAKES) > 0:
@@ -96,16 +95,16 @@ class Mistake:
 
 
 def as_typed(mistakes: Iterable[Mistake], form: Callable[[str], str]) -> Iterator[Mistake]:
-    """Yield the mistakes. A fix that asks for a missing field shows the field as the current command accepts
-    it: `form(field)`."""
+    """Yield the mistakes. If a fix asks for a missing field, it shows the syntax of the current command for
+    this field, `form(field)`."""
     for each in mistakes:
         added = each.fix == ADD_IT or each.fix.startswith(f"{ADD_IT}. ")
         yield replace(each, fix=f"Add {form(each.field)}{each.fix.removeprefix(ADD_IT)}") if added else each
 
 
 class ConfigError(ArealError):
-    """A job file that cannot be run, with its mistakes. It has at most `MOST_MISTAKES` of the mistakes, and
-    the number of all."""
+    """A job file that cannot be run, with its mistakes. The text lists about the first `MOST_MISTAKES`
+    mistakes and gives their total number."""
 
     def __init__(self, source: str, mistakes: Iterable[Mistake], *, then: str = "") -> None:
         self.source = source

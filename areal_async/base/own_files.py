@@ -104,7 +104,7 @@ def check_own(fd: int, path: Path) -> None:
 
 
 class NotBeneath(ArealError, ValueError):
-    """An outside name that is not a plain relative path."""
+    """A name from outside this process that is not a plain relative path."""
 
     restart_helps = False
 

@@ -35,7 +35,7 @@ RUN_VARIABLE = "AREAL_ASYNC_RUN"
 READY_LINE_LIMIT_BYTES = 4096
 GUARD = Path(__file__).with_name("guard.py")
 INCURABLE_STATUS = 1
-"""Exit status of a service that a restart would not help (see `runtime/service.py`)."""
+"""Exit status that means: a restart would not help this service (see `runtime/service.py`)."""
 MOST_FILES = 1 << 16  # most open files that a process allows itself
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 GONE_LIMIT_S = 10.0  # longest wait for a killed process, which a kernel call of a driver may block
@@ -49,9 +49,9 @@ class ChildProcess:
 
     If `environment` is None, the child inherits ours. Standard output and error go to `output`: a file to
     append to, a descriptor, or None to discard them. `given` is written to its standard input, which is then
-    closed. With a `ready_option` the child gets that option with a descriptor. It writes one line of JSON
-    there when it is ready (see `ready_report`). Raises `OSError` if no process can be started. A missing
-    command ends with status 127.
+    closed. With a `ready_option` the child gets that option with a descriptor, to which the child writes one
+    line of JSON when it is ready (see `ready_report`). Raises `OSError` if no process can be started. If the
+    command does not exist, the child exits with status 127.
     """
 
     def __init__(
@@ -299,8 +299,8 @@ class RestartPolicy:
     first_pause_s: float = 0.5
     longest_pause_s: float = 30.0
     steady_s: float = 10.0
-    """Least seconds of service after which a death does not count as part of a crash loop. After such a
-    death, the process restarts at once."""
+    """Seconds of service that end a crash loop. A process that dies after serving at least this long restarts
+    at once."""
 
 
 NO_RESTARTS = RestartPolicy(limit=0)

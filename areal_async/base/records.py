@@ -8,7 +8,8 @@ import msgspec
 
 
 class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A shown line of metrics.jsonl, with its shown fields. Not every kind has all fields."""
+    """A line of metrics.jsonl that is shown during a run, with the fields to show. Not every kind has all
+    fields."""
 
     kind: Literal["step", "sft", "preference", "reward_model", "evaluation", "self_check", "resume"]
     time_s: float | None = None
@@ -32,7 +33,8 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def done(self) -> int:
-        """Number of finished steps. The number of an RL step is the version that it starts from."""
+        """Number of finished steps. One is added for an RL step, whose number is the version before the
+        step."""
         return self.step + (self.kind == "step")
 
     @property

@@ -37,9 +37,8 @@ def find_redis_server() -> Path | None:
 
 
 def fixed_version(program: str, version: str) -> str | None:
-    """Return the version to install instead of `version` of `program` ("Redis", "Valkey"), or None.
-
-    None means that the version has the published fixes.
+    """Return the version of `program` ("Redis", "Valkey") to install instead of `version`. None means that
+    `version` has the published fixes.
     """
     fixed = FIXED_SERVERS[program]
     major, minor, patch = (int(part) for part in version.split(".")[:3])

@@ -1,7 +1,7 @@
 """Pauses between tries, and a loop of tries within a deadline.
 
-The pause doubles after each try. It is shortened at random by up to half, so that many clients of one server
-do not return together. The caller supplies clock, sleep and random numbers.
+The pause doubles after each try. It is shortened at random by up to half, so that the clients of one server
+do not all retry at the same time. The caller supplies clock, sleep and random numbers.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class RunHost(msgspec.Struct, frozen=True):
     shm_dir: str
     """Folder in shared memory, removed when the run ends."""
     local: str
-    """Prefix of endpoints that only this host reaches. A name from the run follows it."""
+    """Prefix of endpoints that only this host reaches. A full endpoint ends with a name from the run."""
 
     def local_endpoint(self, name: str) -> str:
         """Return the endpoint with this name on this host."""

@@ -70,7 +70,7 @@ class Timeout(Outcome, frozen=True, tag="timeout"):
 class Failure(Outcome, frozen=True, tag="error"):
     """The reward raised an error, died, or could not judge the answer.
 
-    It counts as a score only if `fault` is the answer.
+    It counts as a score only if `fault` is `FaultOf.ANSWER`.
     """
 
     kind: str

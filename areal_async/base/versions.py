@@ -12,7 +12,7 @@ _LABEL = re.compile(rf"({POLICY_NAME})-e(0|[1-9][0-9]*)-v(0|[1-9][0-9]*)")
 
 
 class VersionTag(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
-    """Identity of a snapshot: its policy, its trainer's epoch, and the number of steps that trained its
+    """Identity of a snapshot: its policy, the epoch of the trainer, and the number of steps that trained the
     weights."""
 
     policy: str

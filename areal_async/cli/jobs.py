@@ -224,7 +224,8 @@ def logs(
 
 
 def _log(folder: Path, service: str, follow: bool) -> Iterator[bytes]:
-    """Yield a log of a run in pieces, as the controller does for a job. `run` is the supervisor's log."""
+    """Yield a log of a run in pieces, as the controller does for a job. The name `run` selects the
+    supervisor's log."""
     from areal_async.cluster.logs import OF_THE_RUN, logs_in, read_log
     from areal_async.launch.run_handle import Run
 

@@ -89,8 +89,8 @@ def add(hosts: Hosts, folder: Made = Path("keys"), as_json: AsJson = False) -> N
 
 @keys.command()
 def revoke(hosts: Hosts, folder: Made = Path("keys"), as_json: AsJson = False) -> None:
-    """Revoke these hosts, so that the other hosts refuse them, and replace the cluster's Ray token, which
-    they know."""
+    """Revoke these hosts, so that the other hosts refuse them, and replace the cluster's Ray token, which the
+    revoked hosts know."""
     with readable_errors():
         revoke_hosts(folder, hosts)
         _show_changed(folder, hosts, f"{', '.join(hosts)} revoked", as_json)
@@ -141,7 +141,8 @@ def add_hosts(folder: Path, hosts: Sequence[str]) -> str:
 
 
 def revoke_hosts(folder: Path, hosts: Sequence[str]) -> None:
-    """Remove hosts, and replace the cluster's Ray token, which they know. Raises `ConfigError`."""
+    """Remove hosts, and replace the cluster's Ray token, which the removed hosts know. Raises
+    `ConfigError`."""
     from areal_async.cluster.folder import TOKEN_BYTES
 
     nodes, _ = _read_nodes(folder)
@@ -158,7 +159,7 @@ Files = dict[str, bytes]
 
 
 def _new_nodes(hosts: Sequence[str]) -> tuple[dict[str, Files], str]:
-    """Return the files of new hosts by host name, and their last valid day."""
+    """Return the files of new hosts by host name, and the last valid day of the certificates."""
     until = datetime.now(UTC) + timedelta(days=DAYS)
     names = [list(dict.fromkeys(host.split(","))) for host in dict.fromkeys(hosts)]
     return {each[0]: _certificates(each, until) for each in names}, until.date().isoformat()
@@ -193,7 +194,8 @@ def _write_nodes(folder: Path, nodes: Mapping[str, Files], token: str) -> None:
 
 
 def _certificates(hosts: Sequence[str], until: datetime) -> Files:
-    """Return certificate, key and issuer of one host with these addresses, as PEM by file name."""
+    """Create the certificate, key and issuer of a host with these addresses. Return them as PEM by file
+    name."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization

@@ -167,7 +167,7 @@ Overwrite = Annotated[
 
 def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
     """Print warnings about a job on standard error. There is one line for each doubtful setting of the job,
-    and one for each warning in `found`, which are about the job's files."""
+    and one for each warning about the job's files (`found`)."""
     from areal_async.config.advice import advise
 
     console = Console(stderr=True, soft_wrap=True)
@@ -177,8 +177,8 @@ def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
 
 
 def _checked_job(job_file: Path, overrides: Sequence[str] | None) -> tuple[JobConfig, list[Mistake]]:
-    """Read and check a job file. Return the job and warnings about its files. Raises `ConfigError`. If the
-    files have not been checked yet, its text says so."""
+    """Read and check a job file. Return the job and warnings about its files. Raises `ConfigError`, whose
+    text says if other checks are still to come."""
     from areal_async.base.mistakes import WHOLE_FILE, ConfigError
     from areal_async.config.load import load_job
     from areal_async.launch.preflight import check_contents

@@ -35,8 +35,8 @@ WATCHED = 16  # Number of jobs whose runs are queried for each frame
 
 
 def jobs_table(jobs: Sequence[JobAnswer], figures: Mapping[int, FiguresAnswer]) -> Table:
-    """Return the table of `ps`. The last column has the progress of each job that is in `figures`, and the
-    reason for the state of each other job."""
+    """Return the table of `ps`. The last column has the progress of a job, or the reason for its state if
+    `figures` has no progress for it."""
     table, now_s = _table("ID", "JOB", "STATE", "PRIORITY", "AGE", "NEEDS", ""), time.time()
     for job in jobs:
         told = _progress_text(figures[job.id]) if job.id in figures else job.waits_for or job.reason

@@ -1,8 +1,8 @@
 """Commands that run as programs of the services. This module defines their requests and starts the programs.
 
-Each program belongs to the service whose data or code it needs. This package imports no service. It replaces
-its own process by the program, which it starts by module name with one request as JSON. The fields of a
-request are the arguments and options of its command; its docstring is the command's help."""
+Each program belongs to the service whose data or code it needs. This package imports no service. A command
+replaces its own process by the program, which gets one request as JSON. The fields of a request are the
+arguments and options of its command; its docstring is the command's help."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ OPERATIONS = (
     Operation("log", "GET", "/v1/jobs/{job}/logs/{log}", "look"),
     Operation("down", "POST", "/v1/down", "submit", 202),
 )
-"""The table of routes, which docs/controller.md explains. Method `_NAME` of `ControllerApi` answers operation
-NAME."""
+"""The operations of the API, explained in docs/controller.md. The method `_NAME` of `ControllerApi` answers
+operation NAME."""
 
 
 class ApiRefusal(ArealError):
@@ -181,8 +181,8 @@ class ControllerApi:
         )
 
     async def find(self, key: str) -> tuple[Path, dict[str, Any]]:
-        """Return the run folder of a job, given by its name or id, and facts that the page shows instead of
-        those in the folder.
+        """Return the run folder of the job with this name or id. Also return facts that override the folder's
+        on the page.
 
         Raises `UnknownJob`."""
         (job,) = (await self._call(lambda: self._listed([self._controller.find(key)]))).jobs
@@ -204,8 +204,8 @@ class ControllerApi:
         return Response(msgspec.json.encode(found), media_type="application/json")
 
     def _targets_of(self, job: StoredJob) -> list[ScrapeTargets]:
-        """Return the targets of one job, labelled with the job's name in the cluster. The result is empty
-        before the job serves."""
+        """Return the metrics targets of a job, labelled with its name in the cluster. Empty until its
+        services run."""
         path = self._controller.folder(job).targets
         found = read_record(path, list[ScrapeTargets], max_bytes=BODY_BYTES) or []
         return [ScrapeTargets(each.targets, each.labels | {"job": job.name}) for each in found]
@@ -312,7 +312,7 @@ class ControllerApi:
 
 
 def _said(answer: JobAnswer) -> dict[str, Any]:
-    """Return the facts about a job that the controller knows better than the run folder."""
+    """Return the facts about a job for which the controller, not the run folder, is the source."""
     waits = answer.waits_for or (answer.reason if answer.state in ("FAILED", "PAUSED", "STOPPED") else "")
     said = {"state": answer.state, "doing": answer.doing, "changed_s": answer.changed_s, "waits": waits}
     return said | {"key": str(answer.id), "name": answer.name}

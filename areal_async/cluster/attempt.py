@@ -1,9 +1,9 @@
 """One start of a job, as a folder with its claim, its stop file and its ending.
 
-Promises: exactly one process runs an attempt, even if several processes are started for it
-(`attempt_process.py`). It is the first process that places its *claim*. The process holds a lock on the claim
-as long as it lives, and writes the ending before it exits. A file `stop` in the folder stops the run in an
-orderly way, as one SIGTERM does. The file may be written repeatedly, and before the process exists.
+Promises: exactly one process runs an attempt, even if several processes are started for the attempt
+(`attempt_process.py`). The first process that writes the file `claim` runs it. This process locks the file as
+long as it lives, and writes the ending before it exits. A file `stop` in the folder stops the run in an
+orderly way, as one SIGTERM does. The stop file may be written repeatedly, even before the process exists.
 
     request.json    the run; the same for all processes of the attempt
     claim           the process that runs it; the lock shows whether it lives

@@ -117,7 +117,8 @@ class ControllerClient:
     # --- operations --------------------------------------------------------------------------------
 
     def submit(self, submission: Submission) -> list[JobAnswer]:
-        """Submit a job. If no answer comes, the client retries, but the job is still submitted only once."""
+        """Submit a job. If no answer comes, the client retries. The job is stored once, however often it is
+        sent."""
         return self._ask(JobsAnswer, "POST", "/v1/jobs", submission).jobs
 
     def cluster(self) -> ClusterAnswer:

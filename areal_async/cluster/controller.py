@@ -1,8 +1,9 @@
 """The controller: its answers to requests, and its own actions.
 
-All actions follow from the state in the store: a STARTING job gets a process, and a job with a wish to stop
-gets an order to stop. If a controller dies halfway, the next controller repeats the action, which the process
-table makes harmless. A job is stored before any action, and is never started twice.
+All actions follow from the state in the store: a STARTING job gets a process, and a job that a user asked to
+stop gets an order to stop. If a controller dies during an action, the next controller repeats it. The process
+table (`processes.py`) makes the repetition harmless. A job is stored before any action, and is never started
+twice.
 
 The class is not safe for several threads. Its owner calls it from one thread (`api.py`)."""
 
@@ -50,8 +51,8 @@ log = get_logger("controller")
 class Controller:
     """The decisions over the jobs of `store`. The folders of the jobs are below `jobs`.
 
-    `total` limits all running jobs together. With `own_gpus`, each GPU belongs to one job at a time, by its
-    number. Otherwise Ray reserves the GPUs. `clock` returns unix time in seconds."""
+    `total` limits all running jobs together. With `own_gpus`, the controller gives each GPU to one job at a
+    time. Otherwise Ray reserves the GPUs. `clock` returns unix time in seconds."""
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class Controller:
         return self.store.in_states(ACTIVE)
 
     def config_of(self, job: StoredJob, overrides: Sequence[str] = ()) -> JobConfig:
-        """Return the resolved job of the next attempt. The files that it names are not checked.
+        """Return the resolved job of the next attempt. The files that the job names are not checked.
 
         Raises `ConfigError`, `RunFolderError`."""
         folder = self.folder(job)
@@ -201,8 +202,7 @@ class Controller:
     def reconcile(self) -> None:
         """Start, stop or kill processes as the store requires, and store new events of the processes.
 
-        The call takes long only if a run is dead, because the remaining processes of the run must be ended
-        first."""
+        The call takes long only if a run has died, because the run's remaining processes are ended first."""
         for job in self.store.in_states(ACTIVE):
             self._follow(job)
         for id in self.turns().starts:

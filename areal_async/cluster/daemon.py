@@ -45,7 +45,8 @@ log = get_logger("controller")
 
 
 class ControllerProcess:
-    """A controller with its server, store and processes. This process must hold the lock of the folder.
+    """A controller with its server, store and job processes. The calling process must hold the lock of the
+    folder.
 
     With `hold`, it starts no job."""
 
@@ -59,7 +60,7 @@ class ControllerProcess:
         self._going_down = False  # It ends when no job runs any more
 
     async def run(self) -> None:
-        """Serve until it must end. Raises `ArealError` if it cannot serve."""
+        """Serve until the controller must end. Raises `ArealError` if it cannot serve."""
         self._folder.make_tokens()
         api = self._cluster.api
         try:
@@ -179,7 +180,7 @@ def start_controller(folder: ClusterFolder, cluster_file: Path | None = None, *,
 
 
 def _end_if_late(child: subprocess.Popen[bytes], folder: ClusterFolder) -> None:
-    """End a child process that started too late. The child must not take over when the other controller
+    """End a child process that started too late. Otherwise it would take over when the other controller
     ends."""
     owner = folder.controller()
     if owner is None or owner.pid != child.pid:

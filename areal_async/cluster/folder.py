@@ -87,8 +87,8 @@ class ClusterFolder:
             )
 
     def lock(self) -> int | None:
-        """Take the lock of the cluster. Return its descriptor: this process is the controller as long as it
-        is open.
+        """Take the lock of the cluster and return its descriptor. This process is the controller until it
+        closes the descriptor.
 
         Returns None if another process is the controller. The address of a dead controller is removed."""
         try:
@@ -154,8 +154,8 @@ class ClusterFolder:
         write_whole(self.tokens, "".join(lines).encode(), durable=True)
 
     def right_of(self, token: str) -> Right | None:
-        """Return the right of `token`; None if it is not accepted. The time of the check does not depend on
-        the token."""
+        """Return the right of `token`; None if it is not accepted. The check takes the same time for every
+        token, so its duration reveals nothing."""
         given = hash_of(token)
         found = {right for right, known in self.hashes() if hmac.compare_digest(known, given)}
         return next((right for right in RIGHTS if right in found), None)

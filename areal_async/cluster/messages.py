@@ -46,7 +46,7 @@ class JobDetailAnswer(msgspec.Struct, frozen=True):
     job: JobAnswer
     history: list[HistoryEntry]
     config: dict[str, Any]
-    """The content of its job file, with every field resolved."""
+    """The job file's content, with every field resolved."""
 
 
 class ClusterAnswer(msgspec.Struct, frozen=True):

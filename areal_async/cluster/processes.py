@@ -1,8 +1,8 @@
 """The processes of jobs. The controller observes them, starts them, asks them to stop, and kills them.
 
 Promises: if a controller dies during an action, the next controller may repeat it with the same result. An
-attempt runs once, however often it is started (`attempt.py`). A run stops once, however often it is asked to
-stop. A run has no parent process and outlives its controller."""
+attempt that is started several times runs once (`attempt.py`). A run that is asked several times to stop
+stops once. A run has no parent process and outlives its controller."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class JobFolder:
         self.run_dir = self.path / "runs"
         self.run_folder = self.run_dir / name
         self.targets = self.run_dir / "prometheus" / f"{name}.json"
-        """File with the metrics addresses of the run. It exists from the moment when all services serve until
-        the end of the run."""
+        """File with the metrics addresses of the run. It exists while all services serve, until the run
+        ends."""
 
     def logs(self) -> dict[str, Path]:
         """Return the paths of the job's logs, by their names."""
@@ -86,7 +86,7 @@ class JobFolder:
         return tail_of(self.output, LAST_WORDS_BYTES)
 
     def waits(self) -> str:
-        """Return the reason why the run waits, if the last line of its output is such a reason."""
+        """Return the reason why the run waits, if the last line of the run's output gives one."""
         said = self.said().rpartition("\n")[2]
         return said if said.startswith(WAITS) else ""
 

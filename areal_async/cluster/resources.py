@@ -46,9 +46,9 @@ def resources_of(job: JobConfig, total: Resources, *, by_ray: bool = False) -> R
     """Return the needs of `job` on a cluster that has `total`. With `by_ray`, return the resources that Ray
     reserves.
 
-    The number of cores is the number of initial threads of the trainer's ranks, the workers' engines and the
-    evaluator. A job that would use more cores than exist takes all cores. Each engine and each rank needs one
-    GPU. On a cluster with one GPU, all of them share it, as `config/devices.py` describes."""
+    The number of cores is the sum of the initial threads of the trainer's ranks, the workers' engines and the
+    evaluator, but at most all cores. Each engine and each rank needs one GPU. On a cluster with one GPU, all
+    of them share it, as `config/devices.py` describes."""
     if by_ray:
         reserved = needs_of(job, services_of(job))
         return Resources(math.ceil(reserved.get("CPU", 0)), math.ceil(reserved.get("GPU", 0)))
@@ -76,7 +76,7 @@ def _gpus_of(job: JobConfig, total: int) -> int:
 
 
 def machine_resources(given: ResourcesSection) -> Resources:
-    """Return the `given` resources. Unset fields get the resources of this machine."""
+    """Return the `given` resources. Fields that are not set get the values of this machine."""
     return Resources(
         cpus=given.cpus or len(os.sched_getaffinity(0)),
         gpus=_visible_gpus() if given.gpus is None else given.gpus,
@@ -84,7 +84,7 @@ def machine_resources(given: ResourcesSection) -> Resources:
 
 
 def _visible_gpus() -> int:
-    """Return the number of GPUs that torch would see, without importing torch, which would take seconds and
+    """Return the number of GPUs that torch would see. Torch is not imported, which would take seconds and
     half a gigabyte."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return len([name for name in named.split(",") if name.strip() not in ("", "-1")])

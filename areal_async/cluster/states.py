@@ -5,8 +5,8 @@
        └───── resume ─── PAUSED      (FAILED and STOPPED can be resumed as well)
 
 If a user asks to pause or stop a job, the job keeps its state until its processes have exited. Until then,
-the request is stored as the *wish* of the job, as durably as the state. Each start is an *attempt* with its
-own number."""
+the request is stored as the *wish* of the job, in the same database as the state. Each start is an *attempt*
+with its own number."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ STATES: tuple[State, ...] = ("PENDING", *ACTIVE, "PAUSED", *ENDED)
 
 
 class JobRefused(ArealError):
-    """Error if a request is not possible now. The request had no effect."""
+    """The request is not possible in the job's present state, and had no effect."""
 
     exit_status = 2
 
 
 class UnknownJob(JobRefused):
-    """Error if no job has the requested name or id."""
+    """No job has the requested name or id."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Standing:
 
 @dataclass(frozen=True)
 class TurnCame:
-    """The job is next in the queue, and its resources are free."""
+    """Event: the job is next in the queue, and its resources are free."""
 
 
 @dataclass(frozen=True)
 class AllServe:
-    """All services of the job's run serve."""
+    """Event: all services of the job's run serve."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """The run of the present attempt has ended, with all its processes.
-
-    `lost` means that its process died without an ending. `unstarted` means that no process has run the
-    attempt."""
+    """Event: the run of the present attempt has ended, with all its processes. `lost` means that the run's
+    process died without writing an ending. `unstarted` means that no process has run the attempt."""
 
     how: Literal["finished", "interrupted", "failed", "lost", "unstarted"]
     words: str = ""

@@ -138,7 +138,7 @@ class JobStore:
         return job
 
     def in_states(self, states: Sequence[State], most: int = MOST_JOBS) -> list[StoredJob]:
-        """Return the newest `most` jobs in these states, by id."""
+        """Return the newest `most` jobs in these states, ordered by id."""
         marks = ", ".join("?" * len(states))
         found = self._jobs(f"state IN ({marks}) ORDER BY id DESC LIMIT ?", *states, most)
         return found[::-1]

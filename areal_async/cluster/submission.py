@@ -42,8 +42,8 @@ class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{8,64}\Z")]
     """8 to 64 letters, digits, `-` and `_` of the sender's choice.
 
-    A second submission with the same key gets the answer of the first and starts nothing. So a sender may
-    send a submission again if no answer came."""
+    A second submission with the same key gets the first one's answer and starts nothing. A sender that got no
+    answer may therefore send the submission again."""
     job: dict[str, Any]
     """The content of a job file. Its `run_dir` has no effect, because runs are stored in the cluster's
     folder."""
@@ -92,9 +92,7 @@ class _Package:
 
     def seen_there(self, given: Any, resolved: Any, field: str = "") -> Any:
         """Return `given` with each path changed to the path that the controller sees. Pack the files that are
-        sent.
-
-        A value is a path if `resolve_paths` has changed it."""
+        sent. A value counts as a path if `resolve_paths` changed it."""
         if isinstance(given, dict):
             return {
                 key: self.seen_there(value, resolved.get(key), f"{field}.{key}".strip("."))
@@ -140,8 +138,8 @@ class _Package:
 
 
 def _imports(code: bytes) -> Iterator[str]:
-    """Yield the names of the modules that `code` imports. Yields nothing if `code` is not valid Python; the
-    loader of the code reports that."""
+    """Yield the names of the modules that `code` imports. Yields nothing if `code` is not valid Python,
+    because the loader of the code reports that error later."""
     with suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.Import):

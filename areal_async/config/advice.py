@@ -14,9 +14,9 @@ from areal_async.config.rewardcheck import programs_run
 from areal_async.config.trainings import FILE_KINDS
 
 RUNNING_PER_STALENESS = 0.25
-"""Largest number of groups that may run at once, as a share of `max_staleness * batch_groups`. At this limit,
-the worst case of the sweep in `docs/staleness.md` drops 5 % of the groups and keeps 71 to 86 % of the
-throughput. Above the limit, both figures get worse quickly."""
+"""Largest number of groups that should run at once, divided by `max_staleness * batch_groups`. At this limit,
+the worst case measured in `docs/staleness.md` drops 5 % of the groups and keeps 71 to 86 % of the throughput.
+Above the limit, both figures get worse quickly."""
 OF_RL = (
     *("rollout.", "buffer.", "reward.", "weights.", "evaluation."),
     *(f"trainer.{name}." for name in ("objective", "reference", "critic", "teacher", "process_reward")),
@@ -25,8 +25,8 @@ OF_RL = (
 """Fields that only an rl job reads. A name that ends with a dot is a whole section."""
 EVEN_TOKENS = 16
 """Largest `max_new_tokens` of a single turn at which all groups take about the same time, because no answer
-needs many more decoding passes than another. Measured with 6 tokens: at η = 1 with a whole batch running, the
-quickstart dropped none of 32,000 groups."""
+needs many more decoding passes than another. Measured with the quickstart and 6 tokens: with η = 1 and a
+whole batch in progress, none of 32,000 groups was dropped."""
 
 
 def advise(job: JobConfig) -> list[Mistake]:
@@ -52,7 +52,7 @@ def _advise(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _fields_are_of_the_kind(job: JobConfig) -> Iterator[Mistake]:
-    """Yield one warning for all fields that have a value although a job of this kind does not read them."""
+    """Yield one warning that lists the fields with a value that a job of this kind does not read."""
     others = tuple(f"{kind}." for kind in FILE_KINDS if kind != job.kind)
     idle = others if job.kind == "rl" else (*others, *OF_RL)
     preset = PRESETS.get(job.trainer.objective.preset or "", {})

@@ -1,4 +1,4 @@
-"""Rules about several fields of a job together. They find values that are valid alone but contradict each
+"""Rules about several fields of a job together. They find values that are each valid but contradict each
 other.
 
 This module does not check files, ports or the machine (see `config/files.py`, `launch/preflight.py`). The
@@ -60,7 +60,7 @@ def held_groups(job: JobConfig) -> int:
 
 
 def _beside(job: JobConfig) -> int:
-    """Return the number of batches held in addition to the batches of one checkpoint interval."""
+    """Return the number of batches in `held_groups` beyond the batches of one checkpoint interval."""
     eta = job.buffer.max_staleness
     return eta + 1 + (eta if job.buffer.max_reuse > 1 else 0)
 

@@ -46,7 +46,7 @@ class RaySection(Section):
     home_address: str | None = Field(default=None, max_length=255)
     """Address of this machine for the nodes; null means Ray's address."""
     ports: tuple[int, int] | None = None
-    """First and last port for job processes, besides torch, NCCL and Ray; null allows all ports."""
+    """First and last port for job processes; null allows all. Not for ports of torch, NCCL and Ray."""
     trust_network: bool = False
     """Allow unencrypted run keys between nodes; otherwise they need TLS (see docs/cluster.md)."""
     place_s: float = Field(default=600.0, gt=0)

@@ -19,8 +19,8 @@ def read_composed(path: Path) -> dict[str, Any]:
     """Return the mapping of a job file, with its includes resolved.
 
     Later includes override earlier includes, and the file itself overrides all, section by section. Paths are
-    relative to the file that contains them. They stay relative, because `submit` sends files below a job file
-    along with it. Raises `ConfigError`, which names the wrong file."""
+    relative to the file that contains them. They stay relative, because `submit` sends a job file together
+    with the files below its folder. Raises `ConfigError`, which names the wrong file."""
     return _read(path, ())
 
 

@@ -6,15 +6,15 @@ GPUs. The width is 1, or for a server the product of the parallel sizes in `roll
 
 - `cpu`: no GPU.
 - `cuda:N`: exactly GPU N and the GPUs after it (`trainer.ranks`, or the engine's width), even if other
-  processes already use them, so several processes can share a GPU. All engines of `rollout.workers` share the
-  GPUs of their `cuda:N`.
-- `cuda`: the trainer's ranks take the GPUs from 0 on. The engines take the other GPUs in order: engine k of
-  the job takes GPUs width · k to width · (k + 1) - 1 of them. Workers come in the order of their numbers,
-  each with its replicas. The evaluation's engine comes after all of `rollout.workers`.
+  processes already use them. Several processes can thus share a GPU. All engines of `rollout.workers` share
+  the GPUs of their `cuda:N`.
+- `cuda`: the trainer's ranks take the GPUs from 0 on. The engines take the other GPUs in order, `width` GPUs
+  each: engine k starts at position width · k. Workers come in the order of their numbers, each with its
+  replicas. The evaluation's engine comes after all of `rollout.workers`.
 
 A job must find enough GPUs without using a GPU twice, with three exceptions. If only one GPU is visible, all
-processes use it. The evaluation's engine, and workers that join later, start again at the engines' first GPU.
-On a host without the trainer, the engines take all GPUs."""
+processes use it. After the last GPU, the evaluation's engine and workers that join later start again at the
+engines' first GPU. On a host without the trainer, the engines take all GPUs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def width_of(rollout: RolloutSection) -> int:
 
 
 def first_threads(torch_threads: int | Literal["auto"]) -> int:
-    """Return the number of CPU threads with which a rank or an engine starts."""
+    """Return the number of CPU threads of a rank or an engine at its start."""
     return 1 if torch_threads == "auto" else torch_threads
 
 

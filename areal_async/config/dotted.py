@@ -14,8 +14,8 @@ def get(content: Any, field: str) -> Any:
 
 
 def put(content: dict[str, Any], names: Sequence[str], value: Any) -> str | None:
-    """Set a field and create its sections. If a value on the way is not a section, change nothing and return
-    the path of that value."""
+    """Set a field and create its sections. If a value on the path is not a section, change nothing and return
+    that value's path."""
     inner: Any = content
     for depth, name in enumerate(names[:-1], start=1):
         if inner.get(name) is None:

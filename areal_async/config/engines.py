@@ -38,8 +38,8 @@ PROJECT_FOLDER = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class LogprobGap:
-    """Figures of the differences between two log-probs of the same units (engine and trainer), in nats. They
-    are either measured values or upper limits."""
+    """Statistics of the difference between the engine's and the trainer's log-prob of each unit, in nats.
+    They are either measured values or upper limits."""
 
     mean: float
     """Mean of the absolute difference. The next four fields are quantiles of the absolute difference."""
@@ -48,8 +48,8 @@ class LogprobGap:
     p99: float
     p999: float
     systematic: float
-    """Largest significant mean of the signed difference, over the units of one token id or over the first
-    units of answers. It is the only figure that reveals an error that affects few units."""
+    """Largest significant mean of the signed difference over one set of units: the units of one token id, or
+    the first units of answers. No other figure reveals an error that affects few units."""
 
     def within(self, allowed: LogprobGap) -> bool:
         """Return whether every figure is at most its limit in `allowed`."""
@@ -81,29 +81,29 @@ class EnginePart:
     is_server: ClassVar[bool] = False
     """True for a server in a separate environment. `rollout.server` applies to it."""
     needs: ClassVar[Literal["tensors", "directory"]] = "tensors"
-    """Form of a snapshot that the engine's `load` uses."""
+    """Form in which the engine's `load` reads a snapshot."""
     update_modes: ClassVar[frozenset[str]] = frozenset({"recompute", "keep"})
     """Supported values of `rollout.update_mode`. An evaluation's engine holds one version, so its mode is not
     checked."""
     dtypes: ClassVar[frozenset[str]] = frozenset({"float32", "bfloat16"})
     no_routes: ClassVar[str] = "it does not tell which experts a token was sent to"
-    """Reason against `rollout.routes: replay`. The value is empty if the engine reports routes."""
+    """Reason why `rollout.routes: replay` is refused, or empty if the engine reports routes."""
     no_group: ClassVar[str] = "it joins no process group"
-    """Reason against `weights.channel: nccl`. The value is empty if the engine joins a process group."""
+    """Reason why `weights.channel: nccl` is refused, or empty if the engine can join a process group."""
     logprob_bounds: ClassVar[Mapping[tuple[str, str], LogprobGap]] = {}
     """Allowed gap between the log-probs of engine and trainer, by (coarser of the two dtypes, `dense` or
-    `moe`). Without an entry, the self-check warns with the measured gap and the job continues."""
+    `moe`). Without an entry, the self-check only warns and gives the measured gap."""
     stale_flags: ClassVar[Mapping[str, str]] = {}
-    """Flags of its server with which a weight update keeps old weights or old KV in use, each with the
-    reason. `check_job` refuses them."""
+    """Server flags that `check_job` refuses, each with the reason: with them, old weights or old KV stay in
+    use after a weight update."""
     quantising_flags: ClassVar[frozenset[str]] = frozenset()
-    """Flags of its server whose values make weights or KV less precise than `rollout.dtype`."""
+    """Server flags whose values make weights or KV less precise than `rollout.dtype`."""
     parallel_flags: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Flags of its server that multiply the number of its GPUs. Each entry has all spellings of one flag."""
+    """Server flags that multiply the engine's number of GPUs. Each entry has all spellings of one flag."""
 
     def width(self, rollout: RolloutSection) -> int:
-        """Return the number of GPUs of one engine with the arguments of its section and its server. A value
-        that is not a number counts as 1, because the server will refuse it."""
+        """Return the number of GPUs of one engine with these arguments of its section and its server. A value
+        that is not a number counts as 1, because the server will refuse the value."""
         return parallel_width(rollout.server.arguments, self.parallel_flags)
 
     def served_dtype(self, rollout: RolloutSection) -> str:
@@ -149,7 +149,7 @@ class EnginePart:
 
 
 def flag_name(given: str) -> str:
-    """Return the servers' spelling of a flag in `rollout.server.arguments`."""
+    """Return a flag of `rollout.server.arguments` in the spelling of the servers."""
     return given.lstrip("-").replace("_", "-")
 
 

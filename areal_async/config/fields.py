@@ -99,8 +99,8 @@ def suggest(root: type[Section], section: str, key: str) -> str | None:
 
 
 def numbers_or_words(details: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Merge the two entries of `ValidationError.errors()` for a field that accepts a number or a word. The
-    result is the error of the number, with the possible words under `word`."""
+    """Merge the entries of `ValidationError.errors()`. A field that accepts a number or a word has two
+    entries, which become one: the error of the number, with the possible words under `word`."""
     words = {detail["loc"][:-1]: detail["ctx"]["expected"] for detail in details if _in_union(detail)}
     return [
         {**detail, "loc": field, "word": words[field]} if (field := detail["loc"][:-1]) in words else detail

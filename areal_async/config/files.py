@@ -101,8 +101,8 @@ def check_config(job: JobConfig, *, weights: bool = False) -> list[Mistake]:
 
 
 def _check_further_models(job: JobConfig) -> Iterator[Mistake]:
-    """Check the models that the trainer holds in addition to the policy. All except the critic need the
-    policy's tokenizer."""
+    """Check the models that the trainer holds in addition to the policy. Each of them, except the critic,
+    must have the same tokenizer as the policy."""
     for field in OF_TRAINER:
         model: Path | None = attrgetter(field)(job)
         if model is None:
@@ -228,7 +228,7 @@ def _check_mixture(model: Path) -> Iterator[Mistake]:
 
 def _check_lora_targets(job: JobConfig) -> Iterator[Mistake]:
     """Check that each target is a layer of the model. For a mixture of experts, and for files that cannot be
-    read here, the trainer does this check instead, because it builds the layers."""
+    read here, the trainer checks the targets when it builds the layers."""
     with suppress(OSError, ValueError):
         if job.trainer.lora.targets and job.model.is_dir():
             yield from lora_target_mistakes(job, _stored_shapes(job.model))

@@ -54,7 +54,7 @@ class WeightsSection(Section):
     delta_below: float = Field(default=0.5, gt=0, le=1)
     """Largest delta, as a share of the full snapshot."""
     keep: int = Field(default=1, ge=1, le=10_000)
-    """Number of newest snapshots to keep. Snapshots that are still needed are kept in addition."""
+    """Newest snapshots to keep, in addition to all that are still needed."""
 
 
 class ShapeSection(Section):
@@ -92,7 +92,7 @@ class CheckpointSection(Section):
     """Steps between checkpoints. The last step writes a checkpoint too. `auto` spends at most 1 % of the
     trainer's time, with at most 50 steps between two checkpoints."""
     in_memory: bool = True
-    """Keep the state in shared memory too, if twice its size is free. Then a crash of the trainer loses only
+    """Also keep the state in shared memory, if twice its size is free. A crash of the trainer then loses only
     one step."""
     keep: int = Field(default=2, ge=1, le=10_000)
     """Number of newest checkpoints to keep."""
@@ -194,8 +194,8 @@ class SupervisorSection(Section):
 
 
 class OvertakenSection(Section):
-    """Handling of a group that is still being generated (its lease is live) at step `v` although its minimum
-    version is `v - max_staleness`. At step `v + 1` it would be too stale."""
+    """Handling of a group that is still being generated at the last step, `v`, at which it is not too stale:
+    its minimum version is `v - max_staleness`."""
 
     policy: Literal["wait", "drop", "mask"] = "wait"
     """Handling of unfinished groups that would be too stale one step later: `wait` delays the step for them,
@@ -260,7 +260,7 @@ class BufferSection(Section):
     priority: Literal["reward_variance", "advantage"] = "reward_variance"
     """Priority of a group: the variance of its rewards, or their mean absolute deviation (`advantage`)."""
     max_reuse: int = Field(default=1, ge=1, le=10_000)
-    """Maximum number of steps that train a group."""
+    """Maximum number of steps that use the same group."""
     on_overtaken: OvertakenSection = OvertakenSection()
     on_abandoned: Literal["train", "drop"] = "train"
     """Handling of groups from versions that a restarted trainer did not reproduce exactly."""
@@ -281,7 +281,7 @@ class OptimizerSection(Section):
     lr: float = Field(default=1e-6, gt=0)
     """Learning rate."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay rates of the two moments."""
+    """Decay rates of the gradient's two running moments."""
     eps: float = Field(default=1e-8, gt=0)
     """Constant added to the second moment's root."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -330,7 +330,7 @@ class ProcessRewardSection(Section):
     optimizer: OptimizerSection = OptimizerSection()
     """Optimizer, with one update per step."""
     beta: float = Field(default=0.05, gt=0)
-    """Scale of the log-prob difference in its loss."""
+    """Scale of the log-prob difference in the loss."""
     balanced: bool = True
     """Give successes and failures equal weight in each step."""
 
@@ -351,8 +351,8 @@ class SelfCheckSection(Section):
     docs/trainer.md)."""
 
     bound: float | None = Field(default=None, gt=0)
-    """Largest 99.9 % quantile of log-prob differences, in nats. The other bounds scale with it. Null means
-    the built-in table."""
+    """Largest 99.9 % quantile of log-prob differences, in nats. All other bounds scale with this bound. Null
+    means the built-in table."""
     action: Literal["stop", "warn"] = "stop"
     """Action if a difference exceeds its bound. Without `bound`, it is always `warn` for an engine or dtype
     that the built-in table lacks."""

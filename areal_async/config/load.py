@@ -55,8 +55,8 @@ OF_EACH: dict[str, tuple[str, ...]] = {
     ),
     "buffer": ("max_staleness", "batch_groups"),
 }
-"""Sections that a policy may have, and their fields. () means the whole section. Other sections allow only
-the listed fields if there are several policies."""
+"""Sections that one of `policies` may have. () means the whole section. Otherwise only the listed fields are
+allowed if there are several policies."""
 MOST_POLICIES = 64
 TOO_NESTED = f"it is nested more than {MOST_LEVELS} levels deep, or holds more than {MOST_NODES} values"
 
@@ -242,7 +242,7 @@ def _policy_mistakes(content: dict[str, Any]) -> Iterator[Mistake]:
 def _as_written(
     mistakes: Iterable[Mistake], name: str, own: dict[str, Any], rest: dict[str, Any]
 ) -> Iterator[Mistake]:
-    """Yield the mistakes. If the job file has the field under `policies.<name>`, name the field so."""
+    """Yield the mistakes. A field that the job file has under `policies.<name>` gets this path."""
     for each in mistakes:
         top, _, inner = each.field.partition(".")
         section, last = section_with(own, each.field)

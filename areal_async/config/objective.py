@@ -12,8 +12,8 @@ ServerUrl = Annotated[str, Field(pattern=r"^https?://[^/@\s]+(/[^@\s]*)?$")]
 
 
 class KlSection(Section):
-    """Penalty for the distance from the reference policy. With d = logp − ref of a token, `k1` is d, `k2` is
-    d²/2 and `k3` is e^−d − 1 + d."""
+    """Penalty for the distance from the reference policy. A token's log-probs differ by d = logp − ref; `k1`
+    is d, `k2` is d²/2 and `k3` is e^−d − 1 + d."""
 
     coefficient: float = Field(default=0.0, ge=0)
     """Weight of the penalty; 0 disables it."""
@@ -73,7 +73,7 @@ class ObjectiveSection(Section):
     group_by: Literal["task", "task_agent", "task_agent_turn", "task_turn"] = "task"
     """Unit to compare within a group. `task` compares whole episodes; `task_agent` compares one agent's part
     of each episode. `task_agent_turn` compares one agent's rewards from a turn to the end of the episode;
-    `task_turn` compares such rewards of all agents."""
+    `task_turn` does so for all agents together."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """Discount of rewards per turn, with `task_agent_turn` and `task_turn`."""
     loss: str = Field(default="ppo", min_length=1)
@@ -86,8 +86,8 @@ class ObjectiveSection(Section):
     correction_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the correction; `decoupled` truncates its weight at `cap` (5)."""
     prox: Literal["auto", "recompute", "reuse", "loglinear"] = "auto"
-    """Source of the log-probs of the step's initial weights. `recompute` takes an extra forward pass, `reuse`
-    takes the log-probs that the update computes, and `loglinear` interpolates by staleness. See
+    """Source of the log-probs of the step's initial weights: an extra forward pass (`recompute`), the
+    update's own log-probs (`reuse`), or interpolation by staleness (`loglinear`). See
     docs/objectives.md#which-objective-to-choose."""
     allow_uncorrected: bool = False
     """Allow `correction: none` with stale samples."""

@@ -99,7 +99,7 @@ def named_parts(job: JobConfig) -> Iterator[NamedPart]:
 
 def load_part(job: JobConfig, field: str) -> Any:
     """Load the part that `job` names in `field`, for the service that uses it. A part in a user's file is
-    checked first, because reading the job file does not run it. Raises `PartError`."""
+    checked first, because its file was not run when the job file was read. Raises `PartError`."""
     part = named_part(job, field)
     for mistake in part.mistakes(job, run_own=True) if part.is_own else ():
         raise PartError(f"{mistake.field}: {mistake.problem}. {mistake.fix}.")

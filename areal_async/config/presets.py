@@ -17,7 +17,7 @@ from areal_async.config.rollout import SamplingSection
 OBJECTIVE = "trainer.objective."
 FIELD = f"{OBJECTIVE}preset"
 LONGEST = "rollout.sampling.max_new_tokens"
-"""Field of the job. As a value in a preset, it stands for the value of that field."""
+"""Name of a field of the job. If a preset's value is this name, the value of that field is used."""
 
 
 def _preset(advantage: str, loss: str = "ppo", normaliser: str = "token", **more: Any) -> Mapping[str, Any]:

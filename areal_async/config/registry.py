@@ -11,13 +11,13 @@ A part has one of three kinds of names:
     politeness = "my_rewards.politeness:politeness"
 
 The owner of each kind keeps the table of its built-in parts, `{name: "module:attribute"}`. Each part declares
-its own arguments. If the part has a `Section` called `Arguments`, its fields are the arguments. Otherwise
-they are the annotated parameters after the first `leading` parameters.
+its own arguments. If the part has a `Section` called `Arguments`, the fields of the section are the
+arguments. Otherwise they are the annotated parameters after the first `leading` parameters.
 
-A part may define `check_job(job, arguments, field)`, which yields the `Mistake`s of a job that gives it these
-arguments in `field`. Parts of some kinds have more hooks, such as `check_files(arguments, field)`. No other
-module depends on a part, so a new part needs no change to an existing file. The other fields of the job file
-apply to every part of the kind (`rollout.device`, `weights.codec`). Some fields apply only to parts that
+A part may define `check_job(job, arguments, field)`, which yields the `Mistake`s of a job that gives the part
+these arguments in `field`. Parts of some kinds have more hooks, such as `check_files(arguments, field)`. No
+other module depends on a part, so a new part needs no change to an existing file. The other fields of the job
+file apply to every part of the kind (`rollout.device`, `weights.codec`). Some fields apply only to parts that
 declare support for them (`rollout.server`, for an engine with `is_server`).
 
 Reading a job file imports built-in parts and installed packages. It reads a user's file only as a syntax
@@ -63,7 +63,7 @@ from areal_async.config.base import Section
 
 
 class PartError(ArealError):
-    """Error if a named part cannot be found or loaded. The text names the part, the problem and a fix."""
+    """A named part cannot be found or loaded. The text names the part, the problem and a fix."""
 
     restart_helps = False
 
@@ -83,7 +83,7 @@ class Registry:
     """True if a function must be an `async def`."""
     _own_parts: dict[str, Any] = field(default_factory=dict)
     _running: threading.RLock = field(default_factory=threading.RLock)
-    """Held while a file runs: services that share a process must not run it twice."""
+    """Lock held while a file runs. Services that share a process must not run the same file twice."""
 
     def __post_init__(self) -> None:
         self.group = f"areal_async.{self.kind}{'es' if self.kind.endswith('s') else 's'}"
@@ -264,7 +264,8 @@ def _imported(reference: str) -> Any:
 def section_mistakes(
     field: str, section: type[Section], given: Mapping[str, Any], owner: str
 ) -> Iterator[Mistake]:
-    """Yield the mistakes in the mapping `given` of `field`. `owner` accepts it as a `section`."""
+    """Yield the mistakes in `given`, the mapping in `field`, which must fit `section`. `owner` names its
+    reader."""
     takes = {info.alias or name: info.description or "" for name, info in section.model_fields.items()}
     try:
         section.model_validate(dict(given))
@@ -298,8 +299,8 @@ def _argument_mistakes(
 
 
 def _type_of(parameter: Parameter, scope: dict[str, Any]) -> Any:
-    """Return the type of a parameter from its annotation, with the names of `scope`. Return Any if there is
-    no annotation or if it does not restrict values."""
+    """Return the type that a parameter's annotation means; `scope` resolves its names. Return Any if no
+    annotation restricts the values."""
     annotation = parameter.annotation
     try:
         kind = eval(annotation, scope) if isinstance(annotation, str) else annotation
@@ -336,8 +337,8 @@ def _keyword_mistakes(
 
 
 def _half_named(name: str) -> str:
-    """Return the fix for a name that lacks either the object after `FILE.py:` or the ending `.py`. Otherwise
-    return ""."""
+    """Return the fix for a name without an object after `FILE.py:`, or without the ending `.py`. Return ""
+    for any other name."""
     stem, colon, attribute = name.partition(":")
     if name.endswith(".py"):
         return f"Name what it defines, too: `{name}:NAME`"
@@ -359,7 +360,7 @@ LOGGERS = Registry("logger", "areal_async.show.loggers:BUILT_IN", leading=1)
 
 
 def forget_own_parts() -> None:
-    """Forget parts of users' files, so that the next request runs the files again. They may have changed."""
+    """Forget parts of users' files, which may have changed. The next request runs the files again."""
     for found in globals().values():
         if isinstance(found, Registry):
             found._own_parts.clear()

@@ -30,12 +30,12 @@ class AbstainSection(PolicySection):
 
 
 class FaultSection(Section):
-    """Score of faulty answers that cannot be judged, such as an answer too long for the judge."""
+    """Score of answers at fault: they cannot be judged, such as an answer too long for the judge."""
 
     score: float = Field(default=0.0, allow_inf_nan=False)
     """Score of an answer at fault. It must not exceed the reward's lowest score."""
     end_after: int = Field(default=64, ge=0, le=1_000_000)
-    """End the job after this many answers at fault if no answer could be judged before; 0 disables this."""
+    """Number of answers at fault that ends the job if none was judged before; 0 disables this."""
 
 
 class RouteSection(Section):

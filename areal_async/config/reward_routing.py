@@ -1,4 +1,4 @@
-"""Routing of tasks to rewards. Only the class `ImportedModules` runs programs."""
+"""Routing of tasks to rewards, and the check that modules imported by tests of tasks exist."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class RewardSpec(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def longest_s(self) -> float:
-        """Longest duration of a call in seconds: its timeout plus the time that a remote scorer may be
-        unreachable."""
+        """Longest duration of a call in seconds: the call's timeout, plus the longest time for which a remote
+        scorer may be unreachable."""
         patience_s = getattr(part_of(self.name), "patience_s", None)
         return self.timeout_s + (patience_s(self.args, self.timeout_s) if patience_s is not None else 0.0)
 
@@ -60,7 +60,8 @@ class Routing:
 
 
 def matches(route: RouteSection, task: Any) -> bool:
-    """Return whether every pattern of `route` matches a task or a reward's input, by case."""
+    """Return whether every pattern of `route` matches a task or a reward's input. Upper and lower case
+    differ."""
     tags = task.extra_info.get("tag", ())
     tags = [tags] if isinstance(tags, str) else [tag for tag in tags or () if isinstance(tag, str)]
     return (
@@ -79,7 +80,7 @@ class ImportedModules:
     then `missing`.
 
     A part that runs programs has two methods. `modules_of(truth)` returns the modules that a task's tests
-    import. `modules_away(names, arguments)` returns the modules among `names` that its programs cannot
+    import. `modules_away(names, arguments)` returns the modules among `names` that the part's programs cannot
     import."""
 
     def __init__(self, reward: RewardSection) -> None:

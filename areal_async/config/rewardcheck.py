@@ -117,8 +117,8 @@ def programs_run(job: JobConfig) -> Iterator[tuple[str, bool]]:
 def _budget_ends_first(
     field: str, section: RewardSection | RouteSection, deadline_s: float
 ) -> Iterator[Mistake]:
-    """Refuse a budget that ends after the deadline of the call. A hanging program, or an answer that is slow
-    to compare, would then be a timeout instead of a wrong answer."""
+    """Refuse a reward whose time budget ends after the deadline of its call. Otherwise a hanging program or a
+    slow comparison would end as a timeout, not as a wrong answer."""
     budgets = {}
     for where, name, given in with_those_inside(field, section.name, section.args):
         known = getattr(getattr(part_of(name), "Arguments", None), "model_fields", {}).get("budget_s")
@@ -136,7 +136,8 @@ def _budget_ends_first(
 
 
 def _masked_groups_can_go_on(job: JobConfig) -> Iterator[Mistake]:
-    """Refuse masking if a group with one masked episode has fewer than `reward.min_scored` scores left."""
+    """Refuse the action `mask` if a group with one masked episode has fewer than `reward.min_scored`
+    scores."""
     reward, size = job.reward, job.rollout.group_size
     names = ("on_timeout", "on_error", "on_abstain")
     masks = [f"reward.{name}.then" for name in names if getattr(reward, name).then == "mask"]

@@ -45,8 +45,7 @@ class ServerSection(Section):
 
 
 class GatewaySection(Section):
-    """Gateway of workflows that open `ctx.gateway()`. It starts to listen when the first workflow opens
-    it."""
+    """Gateway of workflows that open `ctx.gateway()`. It listens from the first such call on."""
 
     host: str = "loopback"
     """Address for agents: `loopback`, `host` (for other hosts) or an IP address. Callers need the key of an
@@ -55,7 +54,7 @@ class GatewaySection(Section):
     """Port of the first worker. Further workers use the next ports. 0 picks free ports."""
     sampling: Literal["agent", "job"] = "agent"
     """Source of temperature, top_p and top_k: the `agent`'s call, or the `job` (`rollout.sampling`). With
-    `agent`, a call with values that cannot be trained on is refused."""
+    `agent`, a call is refused if answers with its values cannot be trained on."""
     tool_format: Literal["auto", "hermes", "xml", "llama", "none"] = "auto"
     """Format of tool calls; `auto` reads the chat template."""
     max_calls: int = Field(default=32, ge=1, le=65_536)
@@ -126,5 +125,5 @@ class RolloutSection(Section):
 
     @property
     def greedy_sample(self) -> int | None:
-        """Index in its group of the greedily sampled episode, or None."""
+        """Index of the greedily sampled episode in its group, or None."""
         return 0 if self.greedy_baseline else None

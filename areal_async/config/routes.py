@@ -1,4 +1,5 @@
-"""Replay of routes: the trainer sends each token to the experts that the engine chose."""
+"""Replay of routes in a mixture of experts: the trainer sends each token to the experts that the engine
+chose."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from areal_async.models.files import Mixture, is_mixture, mixture_of
 def replayed_mixture(job: JobConfig) -> Mixture | None:
     """Return the experts of the model if its routes are replayed, otherwise None.
 
-    The result is the same in every process that has the model. Some processes do not run users' files, so
-    `auto` does not replay routes if the engine or the back end is in such a file. Routes are replayed only if
-    the model's files describe its experts and the job has a single policy."""
+    The result must be the same in every process that has the model. Some processes do not run users' files,
+    so `auto` replays no routes if a user's file contains the engine or the back end. Routes are replayed only
+    if the model's files describe its experts and the job has a single policy."""
     if job.rollout.routes == "off" or job.kind != "rl" or job.policies or not is_mixture(job.model):
         return None
     if job.rollout.routes == "auto" and not _parts_can(job):

@@ -19,8 +19,8 @@ class FileTraining(Section):
     batch_size: int = Field(default=64, ge=1, le=1_000_000)
     """Examples per optimizer step."""
     evaluate_every: int = Field(default=25, ge=1)
-    """Steps between held-out measurements. The interval is 8 times longer while accuracy is below half of
-    `stop_between`'s minimum."""
+    """Steps between held-out measurements. The interval is 8 times longer while accuracy is below half of the
+    lower end of `stop_between`."""
     stop_between: tuple[Accuracy, Accuracy] | None = None
     """Held-out accuracy range that ends the job."""
     max_tokens: int | None = Field(default=None, ge=2)
@@ -32,7 +32,7 @@ class SftSection(FileTraining):
     Held-out accuracy is greedy exact match, measured by teacher forcing."""
 
     train_on: Literal["all", "last"] = "all"
-    """Assistant turns of a chat to learn from."""
+    """Assistant turns that are learned in a chat."""
     normaliser: Literal["token", "sequence"] = "token"
     """Mean over the step's tokens (`token`), or over token means of examples (`sequence`)."""
 
@@ -58,5 +58,5 @@ class PreferenceSection(FileTraining):
 
 class RewardModelSection(FileTraining):
     """Training of a model that scores answers (`kind: reward_model`), for the reward `reward_model`. It uses
-    Bradley-Terry on pairs, or squared error on scores. Held-out accuracy is the share of pairs, or of
-    examples compared with others, in the correct order."""
+    Bradley-Terry on pairs, or squared error on scores. Held-out accuracy is the share of pairs that the
+    scores order correctly."""

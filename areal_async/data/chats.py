@@ -4,15 +4,15 @@ If the answer is a text, its tokens after the prompt and the end-of-sequence tok
 rendered with the tokenizer's chat template, all at once. The assistant's turns are then found in the result:
 
 - If the template marks them with `{% generation %}`, the marks are used.
-- Otherwise the chat is rendered up to the start of the turn, with the assistant's turn opened, and up to the
-  end of the turn. The turn is the difference. This requires that both texts are prefixes of the whole chat.
-  Some templates render a turn differently if further messages follow, for example without its thoughts. Such
-  templates are refused, and the error names a fix.
+- Otherwise the chat is rendered twice: up to the opening of the assistant's turn, and up to the turn's end.
+  The difference is the turn. Both texts must be prefixes of the whole chat. Some templates render a turn
+  differently if further messages follow, for example without the turn's thoughts. Such templates are refused,
+  and the error names a fix.
 
-A turn is learned together with the token that ends it, a token at which engines end an answer
-(`areal_async/models/answers.py`). If several such tokens follow each other, only the first is learned. The
-end token may be the first token of the next turn. If the template adds nothing after the last turn, the
-end-of-sequence token is used. A chat without such a token is refused, because the model would never learn to
+A turn is learned together with its end token. End tokens are the tokens at which engines end an answer
+(`areal_async/models/answers.py`). If several end tokens follow each other, only the first is learned. The end
+token may be the first token of the next turn. If the template adds nothing after the last turn, the
+end-of-sequence token is used. A chat without any end token is refused, because the model would never learn to
 stop."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatError(ArealError):
-    """Error if the assistant's tokens cannot be found in a chat. The message has the reason and a fix."""
+    """The assistant's tokens cannot be found in a chat. The message gives the reason and a fix."""
 
 
 def answer_ids(
@@ -87,9 +87,9 @@ def _check_known(tokenizer: Any, answer: Iterable[int]) -> None:
 
 
 def whole_ids(tokenizer: Any, answer: Continuation) -> list[int]:
-    """Return the tokens of prompt and answer in the form that the reward `reward_model` reads. Two texts are
-    joined. Messages are rendered with the chat template, as this reward does with `template: chat`. Raises
-    `ChatError`."""
+    """Return the tokens of prompt and answer in the form that the reward `reward_model` reads. If both are
+    texts, they are joined. Messages are rendered with the chat template, as with that reward's `template:
+    chat`. Raises `ChatError`."""
     if isinstance(answer.answer, str) and isinstance(answer.prompt, str):
         return text_ids(tokenizer, answer.prompt + answer.answer)
     chat: list[Any] = [*answer.prompt, *answer.answer]

@@ -1,4 +1,4 @@
-"""Reader of the files for trainings other than RL, as parquet or jsonl. Their columns determine the form.
+"""Reader of the parquet or jsonl files for trainings other than RL. The columns of a file determine its form.
 
 | kind | form | columns |
 |---|---|---|
@@ -45,7 +45,8 @@ COLUMNS = (*TEXTS, "reward_model", "label", "score", "margin", "tools")
 @dataclass(frozen=True, slots=True)
 class Continuation:
     """A prompt and its continuation, both as texts or both as messages. There are two exceptions: the ground
-    truth of a task is a text even after messages, and a chat has an empty prompt and is wholly the answer."""
+    truth of a task is a text even if the prompt is messages; a whole chat is an answer with an empty
+    prompt."""
 
     prompt: Text
     answer: Text
@@ -125,8 +126,8 @@ def example_of(where: str, row: Mapping[str, Any], form: Form) -> Example:
 
 def split_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
     """Return (prompt, chosen, rejected) for two answers that begin with their prompt. The prompt is their
-    common start. A blank directly before the first difference belongs to the answers, not to the prompt, as
-    in TRL's `extract_prompt`."""
+    common start. A space directly before the first difference belongs to the answers, as in TRL's
+    `extract_prompt`."""
     same = 0
     while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
         same += 1

@@ -5,11 +5,11 @@ The columns `prompt` (text, or a list of chat messages with `role` and `content`
 Other columns are ignored, except columns with images, videos or audios. A file with such columns is refused,
 because its tasks cannot be solved from the text alone.
 
-A null field of a message counts as absent. In parquet every row has the fields of all rows, so nulls at any
-depth of messages and schemas count as absent there. In jsonl, nulls in the arguments of a tool call are kept.
+A null field of a message counts as absent. In parquet every row has the fields of all rows, so in messages
+and schemas nulls at any depth count as absent. In jsonl, nulls in the arguments of a tool call are kept.
 
-The size of a file limits the size to which it may expand in memory, because a few kilobytes of parquet can
-expand to gigabytes."""
+The size of a file limits how far it may expand in memory, because a few kilobytes of parquet can expand to
+gigabytes."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ WEIGHTS = ("weight", "trainable", "loss_mask", "train", "training", "loss", "lea
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # Templates may have further roles
 WITHOUT_WORDS = frozenset({"role", "name", "tool_call_id", *WEIGHTS})
-"""Fields of a message that contain no part of its text. A message that has only these fields, and for example
-no `tool_calls`, needs a content."""
+"""Fields of a message that contain no part of its text. A message that has only these fields needs a
+`content`; one with `tool_calls` does not."""
 PLACEHOLDER = "<image>"  # Placeholder in a prompt for the content of a vision column
 ROW_BYTES = 1024  # Cost of a row in Python, besides its text
 VALUE_BYTES = 64  # Cost of a value in a row
@@ -56,11 +56,11 @@ T = TypeVar("T")
 
 
 class TaskFileError(ArealError):
-    """Error if a task file cannot be used. The text names the file, the row, the column and the fix."""
+    """A task file cannot be used. The text names the file, the row, the column and the fix."""
 
 
 class DataError(TaskFileError):
-    """Error if data, or the options of a command about data, cannot be used."""
+    """Data, or the options of a command about data, cannot be used."""
 
     exit_status = 2
 
@@ -91,7 +91,7 @@ class TaskTable:
         )
 
     def extra(self, row: int, column: str) -> Any:
-        """Return the value of an extra column of `read_tasks` in `row`, or None if there is none."""
+        """Return the value in `row` of an extra column (see `read_tasks`), or None if there is none."""
         return self._rows[row].get(column)
 
     def __iter__(self) -> Iterator[Task]:
@@ -152,7 +152,7 @@ def task_file(path: Path) -> Path:
 
 def drawn(rows: Sequence[T], most: int) -> Sequence[T]:
     """Return at most `most` of the rows in their order. They are drawn at random, with a fixed seed. Evenly
-    spaced rows are not used, because they could all be of one kind if the kinds alternate in the file."""
+    spaced rows could all be of one kind, if the kinds of tasks alternate in the file."""
     if len(rows) <= most:
         return rows
     return [rows[index] for index in sorted(random.Random(0).sample(range(len(rows)), most))]

@@ -39,8 +39,7 @@ class DropReport:
 
     @classmethod
     def of(cls, transitions: Mapping[str, int], no_scores: Sequence[NoScore] = ()) -> DropReport:
-        """Return the losses that the buffer's counts of transitions show, together with the verdicts without
-        a score."""
+        """Return the losses, from the buffer's counts of state changes and of verdicts without a score."""
 
         def under(prefix: str) -> dict[str, int]:
             found = [
@@ -295,7 +294,8 @@ class StatusAggregator:
             service.phase = phase
 
     def read(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Set the progress of the run from its whole metrics.jsonl, including earlier lives."""
+        """Set the progress of the run from its whole metrics.jsonl, including records from before a
+        resume."""
         self._progress = Progress(self._job.policy).read(records)
 
     def feed_status(self, name: str, status: ServiceStatus, now_s: float) -> None:
@@ -326,8 +326,8 @@ class StatusAggregator:
             self._dropped = DropReport.of(stats.reasons, stats.no_scores)
 
     def held_up(self, seconds: float, now_s: float) -> None:
-        """Exclude these seconds from the silence of the services: the supervisor was suspended and did not
-        query them."""
+        """Do not count these seconds as silence of the services, because the supervisor was suspended and
+        sent no queries."""
         if self._computed_s is not None:
             self._computed_s = min(now_s, self._computed_s + seconds)
         for service in self._services.values():
@@ -441,7 +441,7 @@ class StatusAggregator:
         )
 
     def _pacing(self) -> str:
-        """Return how many groups are generated ahead and why. With several policies, the text names each
+        """Return a text on how many groups are generated ahead, and why. With several policies, it names each
         policy."""
         stats = self._buffer_stats
         told = {policy: own.pacing for policy, own in stats.policies.items() if own.pacing} if stats else {}

@@ -55,7 +55,8 @@ class LeavingWorker:
     ended: Future[str] = field(default_factory=Future)  # Text about the end of the worker
 
     def left(self, name: str, status: int | None, now_s: float) -> None:
-        """Inform the waiting clients that worker `name` has exited. `status` is None if it never ran."""
+        """Inform the waiting clients that worker `name` has exited. `status` is None if the worker never
+        ran."""
         took_s = now_s - self.since_s
         text = f"{name} has finished, handed back the rest and ended, in {took_s:.1f} s"
         if status is None:

@@ -74,8 +74,8 @@ class Owner(msgspec.Struct):
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs. A later process with the same pid has another start time, so it does not
-        count. A killed process that has not been reaped, as in containers without an init, does not count
+        """Whether the process runs. A later process with the same pid does not count: its start time differs.
+        A killed process that its parent has not reaped, as in containers without an init, does not count
         either."""
         with suppress(OSError):
             return start_of(self.pid) == self.started
@@ -193,8 +193,8 @@ def leftovers(roots: Sequence[Path]) -> Iterator[Path]:
 
 
 def mark_owned(folder: Path) -> None:
-    """Write the record of this process into a folder that it owns, so that `leftovers` can find the folder if
-    this process is killed."""
+    """Write the record of this process into its `folder`, so that `leftovers` finds the folder if the process
+    is killed."""
     (folder / OWNER).write_bytes(msgspec.json.encode(Owner(os.getpid(), start_of(os.getpid()))))
 
 
@@ -224,7 +224,7 @@ def refuse_running(run_dir: Path) -> None:
 def clean_up(run_dir: Path) -> None:
     """End the processes of a run without a supervisor and remove its volatile folders.
 
-    Does nothing if there are none, or if a run holds the lock."""
+    Does nothing if there is no such run, or if a live run holds the lock."""
     if (run_dir / LOCK).exists():
         with suppress(RunFolderError, NotOurs, OSError), os.fdopen(_lock(run_dir), "r+b") as lock:
             _end_dead_run(lock.fileno())

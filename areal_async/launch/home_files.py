@@ -1,7 +1,7 @@
 """File service on the home host of a run, for processes on other hosts.
 
 Promises: processes can read only files that the job names and files of the run. Only the trainer can write,
-and only files that trainers keep in a run folder. A written file gets its final name only when it is
+and only the entries of a run folder in `WRITTEN`. A written file gets its final name only when it is
 complete."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def code_folders(job: JobConfig) -> list[Path]:
 
 
 def content_of(role: Role, job: JobConfig) -> list[str]:
-    """Return the fields with content that a process of this role needs on its host."""
+    """Return the fields of the job whose content a process of this role needs on its host."""
     tasks = ["tasks.train", "tasks.evaluation"] if job.kind != "rl" else []
     fields: Mapping[Role, list[str]] = {
         "buffer": ["tasks.train"],
@@ -116,7 +116,7 @@ def _on_texts(value: Any, change: Callable[[str], Any]) -> Any:
 
 
 class _Root(NamedTuple):
-    """A file or folder at home that is served. `kind` decides which of its files are served (`serves`)."""
+    """A file or folder at home that is served. `kind` decides which files in it are served (`serves`)."""
 
     path: Path
     kind: Literal["data", "code", "run"]
@@ -252,8 +252,8 @@ class HomeFilesServer:
         return "/".join(parts)
 
     def _parsed(self, name: str) -> tuple[str, str, list[str]]:
-        """Return the first part of a name, the rest, and the parts of its path below the run's folder (empty
-        if `name` is outside of it).
+        """Return the first part of a name, the rest, and the parts of the path below the run's folder (none
+        if the path is outside of this folder).
 
         Raises `FaultError` for a name that is not a plain relative path."""
         root, _, rest = name.partition("/")

@@ -280,7 +280,7 @@ class InlineRun:
 
 
 def services_left() -> bool:
-    """Return whether a service still runs after the end of an inline run. This happens if its code does not
+    """Return whether a service still runs after the end of an inline run, because the service's code did not
     return."""
     return any(isinstance(thread, InlineService) for thread in threading.enumerate())
 

@@ -11,7 +11,7 @@ from areal_async.base.topology import ServicePlace, Topology
 from areal_async.config.job import JobConfig
 
 WAITS = "waits for room on the cluster"
-"""Beginning of the line that a run prints while it waits for its places."""
+"""Beginning of the line that a run prints while it waits for hosts for its processes."""
 
 
 class Child(Protocol):
@@ -28,15 +28,15 @@ class Child(Protocol):
         """Return the exit status as in subprocess (negative for a signal); None while the process runs."""
 
     def lost(self) -> str:
-        """Return the reason if its host is lost, as a phrase that follows the process's name. Otherwise
-        return an empty text."""
+        """Return the reason if the process's host is lost, as a phrase that follows the process's name;
+        otherwise an empty text."""
 
     def heard(self) -> bytes:
-        """Return the bytes that the process has sent on its line since the last call
-        (`service/rank_group.py`)."""
+        """Return the bytes that the process has sent to the supervisor over its pipe, the line
+        (`service/rank_group.py`), since the last call."""
 
     def is_heard(self) -> bool:
-        """Return whether the link to its host works. Without the link, its line cannot be read."""
+        """Return whether the link to the process's host works. Without the link, the line cannot be read."""
 
     def terminate(self) -> None:
         """Ask the process to end."""

@@ -12,8 +12,8 @@ Promises:
 - The ranks of a trainer live and die together. If one rank dies, the other ranks are killed, because they
   wait for it in a collective. This counts as one death. All ranks restart once all have exited.
 - A drained service leaves, whatever its exit status.
-- After a stop has begun, nothing is started. The stages of `plan.STOP_STAGES` are ended in order. At
-  `STOP_LIMIT_S` after the stop began, every process has been told to end and then killed.
+- After a stop has begun, nothing is started. The stages of `plan.STOP_STAGES` are ended in order. By
+  `STOP_LIMIT_S` after the stop began, every process was asked to end, and killed if it did not.
 - The run is over if no process is left or the limit has passed."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from areal_async.base.topology import ServicePlace
 from areal_async.launch.plan import STOP_STAGES, awaited_first, ends_the_job
 
 STAGE_LIMITS_S = (4.5, 1.5, 2.0)
-"""Seconds after which each stage is killed. The first limit is longer than the services' own grace period, so
-that a kill is the exception."""
+"""Seconds after which each stage is killed. The first limit is longer than the grace period after which a
+service ends by itself, so that kills are rare."""
 KILL_LIMIT_S = 0.4  # Time from a kill to the next stage
 STOP_LIMIT_S = sum(STAGE_LIMITS_S) + len(STAGE_LIMITS_S) * KILL_LIMIT_S
 KILLED_LIMIT_S = 60.0  # A killed process that still exists after this time is stuck in the kernel
@@ -201,7 +201,7 @@ class Lifecycle:
         return self._start([place.name], now_s) if ready else []
 
     def leave(self, name: str, limit_s: float, now_s: float) -> list[Action]:
-        """Let a service end by itself within `limit_s`, then ask it to end, then kill it.
+        """Let a service end by itself within `limit_s`. If it still runs, ask it to end, and later kill it.
 
         A service that does not serve yet is asked to end at once, because it has no work to finish."""
         state = self.states[name]
@@ -249,7 +249,7 @@ class Lifecycle:
         return []
 
     def _could_serve_from_s(self, state: ServiceState, now_s: float) -> float:
-        """Return the time from which the limit to serve counts.
+        """Return the start of the time within which a service must begin to serve.
 
         This is the start of the service. For a service that needs weights, it is the last start of the
         trainer, if later."""
@@ -337,8 +337,8 @@ class Lifecycle:
         return self._advance_stop(now_s)
 
     def _advance_stop(self, now_s: float) -> list[Action]:
-        """Advance the stop: go to the next stage if the present one is empty, and kill its remaining services
-        at the deadline."""
+        """Advance the stop: kill the remaining services of a stage at its deadline, and begin the next stage
+        when none is left."""
         actions: list[Action] = []
         while not self.over:
             left = self._left_in_stage()

@@ -1,7 +1,7 @@
 """The launcher of one machine: child processes, spares, Unix sockets.
 
-Promises: each start of a group of ranks has its own socket for their meeting, bound before the first rank
-runs. A single rank has no such socket. After `close`, no process of the run is left, not even a detached
+Promises: the ranks of a trainer meet at a socket. Each start of the ranks has a new socket, bound before the
+first rank runs. A single rank has none. After `close`, no process of the run is left, not even a detached
 process."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RankLines:
         self._interface = interface
         self._several = several
         self.meeting = meeting
-        """Address at which the ranks of this start meet. `prepare` sets the address for rank 0."""
+        """Address at which the ranks of this start meet. `prepare` sets it when it prepares rank 0."""
 
     def start(
         self,

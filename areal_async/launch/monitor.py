@@ -101,9 +101,10 @@ class StatusClients:
 class LoadLog:
     """Records of the resources that a run's processes have used.
 
-    `areal-async simulate --from` computes costs from two of these records. Each record has the CPU seconds of
-    every service and its children, its busy seconds, tokens and sums, and the buffer's counts of transitions.
-    A record is written every `LOAD_EVERY_S` seconds if a step has finished meanwhile."""
+    `areal-async simulate --from` computes costs from two of these records. For every service a record has its
+    CPU seconds (with its children), busy seconds, tokens and sums of durations. It also has the buffer's
+    counts of state changes. A record is written every `LOAD_EVERY_S` seconds if a step has finished
+    meanwhile."""
 
     def __init__(self, run_log: RunLog) -> None:
         self._run_log = run_log

@@ -107,7 +107,8 @@ def ready_limit_s(job: JobConfig) -> float:
     """Return the longest time from the start of a service until it serves.
 
     The server of an engine begins to load only once the trainer serves, and its load time has a separate
-    limit. The function runs the file of a user's engine. Raises `PartError` if that fails."""
+    limit. If the engine is in a user's file, this function runs the file. Raises `PartError` if that
+    fails."""
     servers = [
         view.rollout.server.ready_s
         for view in job.views.values()
@@ -117,8 +118,8 @@ def ready_limit_s(job: JobConfig) -> float:
 
 
 def supervisor_port(job: JobConfig, services: Sequence[ServicePlace]) -> int:
-    """Return the port for the supervisor's own metrics: the port after those of the services, or 0 for any
-    free port."""
+    """Return the port for the supervisor's own metrics: the port after the services' ports, or 0 for any free
+    port."""
     first = job.observe.metrics_port
     return first + len(services) if first else 0
 

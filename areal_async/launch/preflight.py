@@ -1,7 +1,7 @@
 """Checks of a job against this machine and the content of its files, before any process starts.
 
-One separate process tries the model's tokenizer on the prompts, and another imports the user's own parts. So
-the command line loads neither torch nor user code."""
+One separate process tries the model's tokenizer on the prompts, and another imports the user's own parts. The
+command line itself therefore loads neither torch nor user code."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _refuse(source: str, rules: Iterable[Rule], else_do: str = "") -> None:
 
 
 def no_sandbox() -> tuple[str, str]:
-    """Return why programs cannot be isolated here, and the fix. Both texts are empty if isolation works.
+    """Return why programs cannot be isolated on this machine, and the fix. Both texts are empty if they can.
 
     The test runs in a process of the reward service."""
     command = [sys.executable, "-P", "-m", "reward_service.sandbox"]
@@ -351,11 +351,12 @@ def _tokenizer_checked(job: JobConfig) -> list[Mistake]:
 
 
 class TrialFailed(Exception):
-    """Error if a process that tries parts or a tokenizer gave no answer."""
+    """A process that tries parts or a tokenizer gave no answer."""
 
 
 def _answer(module: str, given: bytes) -> bytes:
-    """Return the last line that one of our modules prints for the input `given`. Raises `TrialFailed`."""
+    """Run one of our modules with the input `given`, and return the last line of its output. Raises
+    `TrialFailed`."""
     command = [sys.executable, "-P", "-m", module]
     try:
         done = subprocess.run(command, input=given, capture_output=True, timeout=TRIAL_LIMIT_S, check=False)
@@ -374,9 +375,8 @@ class RewardTrial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def own_mistakes(job: JobConfig) -> list[Mistake]:
-    """Return the mistakes in the user's own parts of the job, and the needs that this machine does not meet.
-
-    Mistakes in rewards are not included; a scoring process reports them."""
+    """Return the mistakes in the user's own parts of the job, and the needs of the job that this machine does
+    not meet. Rewards are not checked here, but in a scoring process (`reward_load_mistakes`)."""
     found = own_part_mistakes(job, run=True)
     return [*(each for each in found if not each.field.startswith("reward.")), *installed_mistakes(job)]
 

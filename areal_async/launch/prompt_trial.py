@@ -3,7 +3,7 @@
     python -P -m areal_async.launch.prompt_trial < JOB.json      prints the mistakes as a list in JSON
 
 The preflight (`preflight.py`) starts it, so that the command line loads no transformers. Torch is hidden from
-transformers, because a tokenizer does not need it and its import would take most of the process's time."""
+transformers: a tokenizer does not need torch, whose import would take most of the process's time."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The supervisor's side of the line, a pipe from each service. A pulse on the line shows that the service
-lives. Ranks of a trainer also send notes on deaths.
+"""The supervisor's side of the *line*, a pipe from each service. A service sends regular pulses on its line,
+which show that it lives. Ranks of a trainer also send notes on deaths.
 
 Promises: a service of any role that sends no pulse for its `hang_s` is found, whatever its activity. Silence
 does not count in three cases: the machine was too busy to run the service, the supervisor itself was
-suspended, or the host is unreachable. Therefore only time in which the supervisor reads the lines counts, and
-only from the first pulse. `supervisor.ready_s` limits the time before the first pulse."""
+suspended, or the host is unreachable. Therefore the clock of a silence runs only while the supervisor reads
+the lines. It starts at the first pulse; `supervisor.ready_s` limits the time before that."""
 
 from __future__ import annotations
 

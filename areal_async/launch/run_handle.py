@@ -2,8 +2,8 @@
 for it.
 
 The files that the job names (model, tasks, reward) need not exist any more. A resumed run uses the job
-recorded in its folder and not the current job file, because the batches of the redo log were made under the
-recorded job."""
+recorded in its folder and not the current job file, because the batches that a resume trains again were made
+under the recorded job."""
 
 from __future__ import annotations
 

@@ -107,9 +107,8 @@ class Spares:
         environment: Mapping[str, str],
         descriptors: Mapping[str, int],
     ) -> ChildProcess | None:
-        """Return a process that becomes the service now; None if no spare is ready.
-
-        `descriptors` are passed to the process, keyed by the variables that name them."""
+        """Turn a spare into the service and return the process; None if no spare is ready. The keys of
+        `descriptors` are the environment variables that get their numbers."""
         if place.role not in ROLES:
             return None
         for spare in [spare for spare in self._spares if spare.ready and spare.child.alive]:

@@ -31,7 +31,8 @@ OF_THIS_HOST = frozenset({LOCK, TOPOLOGY, "buffer", *BY_TRAINER})
 """Entries of a run folder that are not mirrored.
 
 The lock and the topology belong to this host. The buffer's Redis files are useful only as a complete set, and
-each checkpoint contains them. The trainer writes the other entries to the store itself."""
+each checkpoint contains them. The remaining entries are not mirrored because the trainer itself writes them
+to the store."""
 WORK = frozenset({"checkpoints", "model", "adapter", "batches"})
 """Folders that are deleted only on request."""
 TO_RESUME = frozenset({"job.yaml", "metrics.jsonl", "published.jsonl"})

@@ -44,7 +44,7 @@ FAILURES: Mapping[str, tuple[str, str]] = {
         "Look at the device's driver (dmesg); the machine may have to be restarted",
     ),
 }
-"""Message and advice, by kind of ending, for runs that no death of a service ended."""
+"""Message and advice, by kind of ending, for runs that did not end by a service's death."""
 NEEDS_MEMORY = (
     "`areal-async plan` says what fits: lower trainer.micro_batch_tokens, set trainer.backend_args.recompute "
     "or use more trainer.ranks. Its log"
@@ -62,7 +62,7 @@ ADVICE: Mapping[int, str] = {
 
 
 def failure_text(ending: Ending, log_path: Path) -> str:
-    """Return the terminal message about a run that `ending` ended."""
+    """Return the message for the terminal about a run that ended with `ending`."""
     status, cause = ending.status or 0, ending.cause
     if ending.kind in FAILURES:
         what, fix = FAILURES[ending.kind]
@@ -118,7 +118,7 @@ def summarise(
     """Return the summary of all lives of a run.
 
     Sources are the records of the run (each step once: `as_it_became`) and the buffer's last figures. A
-    resumed run continues these figures. An unknown figure is None.
+    resumed run continues the buffer's figures. An unknown figure is None.
 
     - `restarts` counts the restarts of each service.
     - `wall_s` sums all lives, each from the start of the first process to the end of training. If a life was

@@ -74,8 +74,8 @@ class RunHooks:
     on_restart: Callable[[str, str], None] = lambda name, text: None
     """Called with the name of a service and a line of text, if the service died and will be restarted."""
     on_death: Callable[[str, str], None] = lambda name, text: None
-    """Called with the same arguments if the service died and is not restarted, or is restarted only because
-    of another service."""
+    """Called with the same arguments if the service died, and is not restarted or restarts only because
+    another service failed."""
 
 
 class Supervisor:
@@ -285,8 +285,8 @@ class Supervisor:
         self._hooks.on_restart(name, f"{text} {when} ({left})")
 
     def _tell_death(self, name: str, ended: str) -> None:
-        """Report the death of a service that is not restarted, or is restarted only because of another
-        service."""
+        """Report the death of a service that is not restarted, or that restarts only because another service
+        failed."""
         log.warning(f"{name} {ended}", service=name)
         self._hooks.on_death(name, f"{name} {ended}")
 

@@ -5,8 +5,8 @@ The module is pure: its caller passes in the time, the steps and the busy shares
 Each rank and each engine begin with one thread. If one side is busier by more than `BAND`, each of its
 processes gets one more thread. These threads come from the unused cores, or else from the other side. Each
 new split is on trial. It is kept if the steps per second rose by the factor `WORTH`, and otherwise undone.
-After an undone trial, that side gets no further thread for a while, and this time doubles with each failure.
-So the split of a balanced job stays the same, and the split adapts if the job changes."""
+After an undone trial, the side that had gained the thread gets no further one for a while, which doubles with
+each failure. The split thus stays the same for a balanced job, and adapts if the job changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BAND = 0.15
 SPAN_S = 15.0
 """Least number of seconds over which a rate is measured."""
 PATIENCE_S = 60.0
-"""Seconds until a side is tried again after its first trial without gain."""
+"""Seconds from a side's first failed trial until the side may be tried again."""
 LONGEST_PATIENCE_S = 3600.0
 WORTH = 1.03
 """Least gain in steps per second, as a factor, for a split on trial to be kept."""

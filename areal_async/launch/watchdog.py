@@ -1,5 +1,5 @@
-"""The search for the cause of a stall. If training stands still, it finds the starving edge of the pipeline.
-The module is pure.
+"""The search for the cause of a stall. If training stands still, it finds the edge of the pipeline that
+delivers nothing. The module is pure.
 
     tasks → rollout workers → buffer → reward service → buffer → trainer → (weights) → rollout workers
 
@@ -46,7 +46,7 @@ class Facts:
     version: int | None = None  # Newest published version
     serving: Mapping[str, int] = field(default_factory=dict)  # Version that each rollout worker samples from
     weights: Mapping[str, str] = field(default_factory=dict)
-    """Reason why a rollout worker's next snapshot is late, in words."""
+    """Reason why the next snapshot of a rollout worker is late, as text."""
     workers_alive: int | None = None  # Scoring processes of the reward service; None if unknown
     workers: int = 0  # Number of scoring processes that the job asks for
     max_groups: int = 0

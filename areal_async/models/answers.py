@@ -57,7 +57,7 @@ def turn_closing(tokenizer: Any) -> str | None:
 
 def turn_end(tokenizer: Any) -> int | None:
     """Return the token with which the chat template ends an assistant's turn. Return None if there is no such
-    token, or if the turn ends with characters that the model also writes elsewhere."""
+    token, or if the turn ends with ordinary characters, which also occur inside answers."""
     closing = (turn_closing(tokenizer) or "").lstrip()
     ids = text_ids(tokenizer, closing, special=False) if closing else []
     first = next((token for token in ids if tokenizer.decode([token]).strip()), None)
@@ -149,9 +149,9 @@ def spoken_parts(
     A thought ends at the first closing tag, or at the end of the text if there is none. A closing tag without
     an opening tag ends a thought that began with the text.
 
-    If one of the texts `marks` occurs outside of thoughts, `skip` is called with its position and the start
-    of the part. `skip` returns the position at which the search for tags continues. In this way, a caller can
-    ignore tags inside a tool call. The run time is linear in the length of the text."""
+    With `marks` and `skip`, a caller can ignore tags inside a tool call: if one of the texts `marks` occurs
+    outside of thoughts, `skip` gets its position and the start of the part, and returns the position at which
+    the search for tags continues. The run time is linear in the length of the text."""
     pattern = re.compile("|".join((_TAGS, *map(re.escape, marks))))
     parts: list[Span] = []
     begin, at = None if opened else 0, 0

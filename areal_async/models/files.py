@@ -1,7 +1,7 @@
 """Reader of a Hugging Face model folder: its weight files, their headers, and the layers in `config.json`.
 
-Only the safetensors files that transformers loads count. A folder may have others, such as the
-`consolidated.safetensors` of another format. This module needs no torch."""
+Only safetensors files that transformers loads are read. A folder may contain other ones, such as
+`consolidated.safetensors`, which has another format. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_exp
 """Names in configurations for the number of experts per token."""
 _OF_EXPERTS = re.compile(r"\blayers\.(\d+)\..*\bexperts\.")
 BY_LENGTH = frozenset({"dynamic", "longrope"})
-"""Kinds of rotary positions whose frequencies depend on the longest row."""
+"""Kinds of rotary positions whose frequencies depend on the longest row of a pass."""
 SAMPLE_BYTES = 64
 """Number of bytes at the start of each tensor that are hashed to distinguish models of the same shape."""
 
@@ -63,9 +63,9 @@ def is_mixture(folder: Path) -> bool:
 
 
 def mixture_of(folder: Path) -> Mixture:
-    """Return the mixture that config.json and the names of the tensors describe. Its layers are those that
-    have tensors of experts. Raises `OSError`, and ValueError if the number of experts or their layers are
-    missing."""
+    """Return the mixture that config.json and the names of the tensors describe. Its layers are the layers
+    with tensors of experts. Raises `OSError`, and ValueError if the number of experts or the layers with
+    experts cannot be found."""
     experts, chosen = _of_config(folder, EXPERTS), _of_config(folder, CHOSEN)
     layers = {int(found[1]) for name in stored_tensors(folder) if (found := _OF_EXPERTS.search(name))}
     if not (experts and chosen and layers):
@@ -108,14 +108,15 @@ _ATTENTION = {
 
 
 ALWAYS_KNOWN = frozenset({"position_ids", "position_embeddings", "cache_position"})
-"""Arguments that some models pass to every attention function, but that ours does not need."""
+"""Arguments that some models pass to every attention function, but that our attention function does not
+need."""
 OFF = frozenset({"use_cache", "output_attentions", "output_router_logits"})
 """Arguments that have no effect if they are false."""
 
 
 def unknown_arguments(arguments: Mapping[str, Any]) -> str:
-    """Return the names of arguments that a model passes to our attention and that must not be ignored. Return
-    "" if there are none."""
+    """Return the names of the `arguments` that our attention function does not know and must not ignore, or
+    ""."""
     return ", ".join(
         name
         for name, value in sorted(arguments.items())
@@ -127,9 +128,9 @@ def unknown_arguments(arguments: Mapping[str, Any]) -> str:
 
 
 def looks_beyond_tokens(config: Mapping[str, Any]) -> str:
-    """Return the reason why several ranks cannot split a row of a model with this config.json: a layer other
-    than attention that depends on several tokens, or rotary positions that depend on the longest row of a
-    pass. Return "" if they can."""
+    """Return the reason why several ranks cannot split a row of a model with this config.json, or "" if they
+    can. There are two reasons: a layer other than attention depends on several tokens, or rotary positions
+    depend on the longest row of a pass."""
     text = _text(config)
     kinds = _layer_kinds(text)
     if mixing := sorted(kind for kind in kinds if "attention" not in kind or kind == "linear_attention"):
@@ -140,8 +141,8 @@ def looks_beyond_tokens(config: Mapping[str, Any]) -> str:
 
 
 def most_positions(config: Mapping[str, Any]) -> int | None:
-    """Return the largest number of tokens of a row at which its rotary positions do not depend on the other
-    rows of a pass. Return None if there is no such limit."""
+    """Return the number of tokens up to which the rotary positions of a row do not depend on the other rows
+    of a pass. Return None if there is no such limit."""
     text = _text(config)
     kinds = _rotary_kinds(text)
     found = [each.get("original_max_position_embeddings") for each in _ropes(text)]

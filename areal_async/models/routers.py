@@ -1,8 +1,8 @@
 """The routers of a transformers mixture-of-experts model, which choose the experts of each token.
 
 A router is called with hidden states. It returns `(logits [T, E], weights [T, K], experts i64 [T, K])`. The
-place of the router in a block varies between models. Its class is found in a model's declaration of
-recordable outputs."""
+place of the router in a block varies between models. The model declares the router's class among its
+recordable outputs (`_can_record_outputs`)."""
 
 from __future__ import annotations
 

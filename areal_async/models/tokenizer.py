@@ -31,7 +31,7 @@ CLASS = re.compile(r"transformers(\.\w+)+:\w+")
 
 
 class TokenizerError(ArealError):
-    """Error if transformers cannot load a tokenizer from the model folder."""
+    """Transformers cannot load a tokenizer from the model folder."""
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -38,7 +38,7 @@ class StatusBoard:
         self._lock = threading.Lock()
 
     def follow_threads(self) -> None:
-        """Set the number of torch's threads to the number that the supervisor ordered.
+        """Set the number of torch's threads as the supervisor ordered.
 
         The thread that computes must call this between two steps, because torch has a separate number for
         each thread.

@@ -62,8 +62,8 @@ log = get_logger("rpc")
 
 
 async def wait_out(error: RpcTimeout | FaultError, call: str, pause_s: float) -> None:
-    """Sleep if the error may pass, because the buffer is unavailable, busy or restarting. Otherwise raise
-    it."""
+    """Sleep if the error is temporary: the buffer is unavailable, busy or restarting. Raise any other
+    error."""
     if isinstance(error, FaultError) and error.kind in INCURABLE:
         raise error
     log.warning("buffer does not answer", call=call, error=str(error))
@@ -107,8 +107,9 @@ class Client:
     Calls may run concurrently.
 
     `timeout_s` applies to every call without a timeout of its own. An unanswered request is repeated after
-    `resend_after_s`, then after twice as long, and so on. This covers only the loss of a reply: a lost
-    connection is noticed at once, and its requests are repeated then. `async with` connects and closes.
+    `resend_after_s`, then after twice as long, and so on. The repetition is for lost replies only. A lost
+    connection is noticed at once, and its requests are repeated over the next one. `async with` connects and
+    closes.
     """
 
     def __init__(
@@ -367,7 +368,7 @@ class Client:
                     self._transmit(pending)
 
     def _sweep(self) -> None:
-        """Repeat requests that seem lost: no reply came, or the socket did not accept them."""
+        """Repeat requests that seem lost, because no reply came or the socket did not accept the request."""
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         self._redial()

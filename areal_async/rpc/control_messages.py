@@ -26,10 +26,10 @@ class ServiceFigures(Record, frozen=True):
     """Sums of durations since the start, by name (docs/metrics.md, `load`)."""
     buffer: BufferStats | None = None  # as of about a second ago
     doing: str = ""
-    """Text about long work in progress, with its progress."""
+    """Text about long work in progress, with the share done."""
     run: dict[str, Any] | None = None
-    """State of the run: a `RunStatus` as plain values. Only the supervisor reports it, once it watches the
-    run."""
+    """State of the run: a `RunStatus` as plain values. Only the supervisor reports it, as soon as its monitor
+    runs."""
 
 
 class ServiceStatus(Message, frozen=True):
@@ -71,7 +71,8 @@ class WriteRecord(Request[Ok], frozen=True):
 
 
 class WriteSamples(Request[Ok], frozen=True):
-    """Write the samples file `name` of the run, or of the policy whose folder below the run's is `folder`.
+    """Write the samples file `name` into the run's folder, or into `folder`, the folder of one policy below
+    it.
 
     The attachment has the bytes of the file.
     """

@@ -1,16 +1,16 @@
 """Addresses: rules for binding, authentication of peers, and limits on peers before and after authentication.
 
 Promises: no peer is accepted without a secret. The handshake asks for the secret, so messages of other peers
-never reach a socket's queue. A socket that other hosts can reach needs keys of its own. An address that
-another process serves is never taken over (libzmq would silently unlink a live ipc file). Every refusal is an
-`EndpointError` with advice.
+never reach a socket's queue. A socket that other hosts can reach needs keys. An address that another process
+serves is never taken over (libzmq alone would silently delete the ipc file of a live server). Every refusal
+is an `EndpointError` with advice.
 
 A socket has at most `MOST_STRANGERS` unauthenticated connections, and at most a quarter of the process's
 descriptors. Beyond the limit, the connection that was silent for the longest time is closed first
 (`StrangerLimit`).
 
-No part of a message may have more than `max_part_bytes`. libzmq does not limit the parts of an unfinished
-message, so an authenticated peer can make the other end hold any amount of data.
+No part of a message may have more than `max_part_bytes`. libzmq does not limit the number of parts, so an
+authenticated peer can still make the other end hold any amount of data.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ LET_IN_BYTES = 270
 """Number of bytes sent to a peer that proves authentication.
 
 In the CURVE handshake, the greeting and the welcome have 234 bytes together, and an error adds 12. A READY
-adds at least 54 and is sent only after a proof. So a connection over which this many bytes were sent is
-authenticated. Bytes that the peer itself sends prove nothing.
+adds at least 54 and is sent only after the peer's proof. If this side has sent this many bytes over a
+connection, the peer is therefore authenticated. Bytes that the peer itself sends prove nothing.
 """
 _TAKEN = struct.Struct("=120xQ")  # `struct tcp_info` of Linux up to `tcpi_bytes_acked`
 _EVENT = struct.Struct("=hi")
@@ -186,8 +186,8 @@ def _busy(endpoint: str) -> EndpointError:
 def serve_zap(
     context: zmq.Context[zmq.Socket[bytes]], guard: Guard, on_refused: Callable[[], None] = lambda: None
 ) -> PolledSocket:
-    """Accept only peers with the right proof on all sockets of `context`, until the returned socket is
-    closed.
+    """Accept only peers that prove their keys or password, on all sockets of `context`, until the returned
+    socket is closed.
 
     Messages of a peer carry its role as `User-Id`. libzmq asks this socket about every new connection (RFC
     27, ZAP). Without this socket, libzmq would accept every client that knows the server's public key, and

@@ -5,8 +5,7 @@
 
 Header: magic `AA`, wire version, kind, number of attachments, client id, request id, floor. Each `Client`
 draws a random client id and keeps it across reconnects. Request ids of a client only grow. `floor` is the
-lowest request id for which the client still awaits a reply, so the server may forget all replies to lower
-ids.
+lowest request id whose reply the client still awaits. The server may forget the replies to lower ids.
 
 Attachments are returned as views of the received frames, with unspecified alignment. A sent attachment must
 not change until the call ends, because the socket sends large attachments without a copy.

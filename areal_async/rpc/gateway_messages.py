@@ -15,8 +15,8 @@ from areal_async.trajectory.layout import FinishReason, Sampling
 
 
 class OpenSession(Request[Ok], frozen=True):
-    """Accept connections that show the key with this digest. If the session is already open, this changes
-    nothing."""
+    """Accept agents that present the key with this digest. If the session is already open, nothing
+    changes."""
 
     key: bytes
     episode: int

@@ -71,8 +71,8 @@ class HeartbeatAck(Message, frozen=True):
 class Heartbeat(Request[HeartbeatAck], frozen=True):
     """A sign of life with all leases of the worker in `lease_ids`.
 
-    If a lease is not in `lease_ids` and was granted before the buffer's last restart, it never reached the
-    worker, so the buffer ends it.
+    A lease that is not in `lease_ids` and was granted before the buffer's last restart never reached the
+    worker, so the buffer ends this lease.
     """
 
     worker: str
@@ -99,7 +99,7 @@ class Release(Request[Ok], frozen=True):
     lease_id: str
     reason: str
     failed: bool = False
-    """Whether `reason` is a failure of the lease's own episodes, and not of the engine."""
+    """Whether `reason` means that the lease's own episodes failed, and not the engine."""
 
 
 class Refusal(Record, frozen=True):
@@ -113,7 +113,7 @@ Durability = Literal["memory", "everysec", "always"]
 
 
 class PutAck(Message, frozen=True):
-    """`stored` samples survive the failures that tier `durability` covers."""
+    """The samples in `stored` are stored. They survive the failures that the level `durability` covers."""
 
     stored: list[int]
     durability: Durability
@@ -151,11 +151,9 @@ class Claims(Message, frozen=True):
 
 
 class Claim(Request[Claims], frozen=True):
-    """Ask for episodes to score.
-
-    `holds` are the claims on which the scorer works. If a claim is not in `holds` and was granted before the
-    buffer's last restart, it never reached the scorer, so the buffer ends it. If `holds` is None, no claim
-    ends.
+    """Ask for episodes to score. `holds` are the claims on which the scorer works. A claim that is not in
+    `holds` and was granted before the buffer's last restart never reached the scorer, so the buffer ends this
+    claim. If `holds` is None, no claim ends.
     """
 
     scorer: str
@@ -195,11 +193,11 @@ class OpenTrainer(Request[TrainerOpened], frozen=True):
     `step` is the step of the trainer's own state: 0, or the step of the restored checkpoint. The attachment
     is the checkpoint's copy of the ledger.
 
-    The new epoch is greater than `after_epoch`, the last epoch in the trainer's folder, because a buffer that
-    lost its Redis no longer knows that epoch. `memory_epoch` is the epoch of the trainer that left the
-    restored state in memory, or 0 for a state on disk. If the state comes from memory, there is no copy of
-    the ledger and no group becomes COMMITTED. The buffer then refuses the request if its ledger has lost the
-    step or the epoch.
+    The epoch numbers the trainer processes of a policy. The new epoch is greater than `after_epoch`, the last
+    one recorded in the trainer's folder, which a buffer that lost its Redis does not know. `memory_epoch` is
+    the epoch of the trainer that left the restored state in memory, or 0 for a state on disk. A state from
+    memory comes without a copy of the ledger, and no group becomes COMMITTED. The buffer then refuses the
+    request if its own ledger has lost the step or the epoch.
     """
 
     policy: str
@@ -284,8 +282,8 @@ class Fetch(Request[Fetched], frozen=True):
 
 
 class Commit(Request[Ok], frozen=True):
-    """Report that step `step` is trained and its snapshot `step + 1` is published. Idempotent by (epoch,
-    step).
+    """Report that step `step` is trained and that the resulting snapshot `step + 1` is published. Idempotent
+    by (epoch, step).
 
     `same_as` are earlier trainer epochs whose version `step + 1` had equal weights. Units sampled from those
     versions remain valid.
@@ -357,16 +355,16 @@ class PolicyStats(Record, frozen=True):
     outstanding: int
     """Groups that are leased and not yet trained or dropped."""
     capacity: int
-    """Largest number of outstanding groups for a worker that is up to date."""
+    """Largest number of outstanding groups if a worker with the newest version asks for a lease."""
     max_staleness_seen: int = 0
     episodes_trained: int = 0
     checkpoint: int = 0
     """Steps that the newest checkpoint covers."""
     trainer_epoch: int = 0
     batch_wait: str = ""
-    """Reason why the next step waits, or empty if its batch can be made."""
+    """Reason why the next step waits, or empty if a batch is ready for it."""
     ahead: float = 0.0
-    """Number of groups that may be outstanding in addition to those on which the trainer works."""
+    """Number of groups that may be outstanding besides the groups on which the trainer works."""
     pacing: str = ""
     """Reason for the value of `ahead`, or empty under `buffer.pacing: full`."""
 
@@ -390,14 +388,15 @@ class BufferStats(Message, frozen=True):
     leases: int = 0
     claims: int = 0
     oldest_group: str = ""
-    """The group that has spent the longest time in its present state before BATCHED. `queue_age_ms` is that
-    time."""
+    """The group that has been in its present state for the longest time (`queue_age_ms`), among groups that
+    are not BATCHED yet."""
     lease_wait: str = ""
     """Reason why a worker with the newest version gets no lease now, or empty if it gets one."""
     no_scores: list[NoScore] = []
     """Verdicts without a score: for each kind, the newest verdict and the count."""
     failed: str = ""
-    """Reason why the buffer ends the job (`then: fail_job`, or nothing succeeds any more), or empty."""
+    """Reason why the buffer ends the job (a verdict with `then: fail_job`, or nothing succeeds any more).
+    Otherwise empty."""
     lost_writes: int = 0
     """Acknowledged writes that Redis has lost since the start of this buffer."""
 

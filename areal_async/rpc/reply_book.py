@@ -1,5 +1,5 @@
-"""The server's memory of its clients. It decides whether a request is run, joined to a running duplicate,
-answered by the remembered reply, or refused. The module is pure.
+"""The server's memory of its clients. It decides the fate of a request: run it, join it to a running
+duplicate, answer it by the remembered reply, or refuse it. The module is pure.
 
 Promise: while a client waits for request `r`, at most one execution of `r` runs at a time. After its answer,
 `r` does not run again while its reply is remembered. A reply is forgotten as soon as the client confirms it

@@ -1,11 +1,11 @@
 """Base classes of all messages, and the messages that all services share.
 
-A request is declared once, with its reply: `class Heartbeat(Request[HeartbeatAck])`. This declaration
-determines the types of clients (`await client.call(Heartbeat(…))` returns a `HeartbeatAck`), the servers'
-dispatch and the decoders. Each message is an immutable msgspec struct, encoded as msgpack and identified by
-its tag (the class name). Bulk bytes are never inside a message. They are sent as attachments, in separate
-frames, in an order that the message defines. Durations are integer milliseconds. No message contains a clock
-reading. `frames.py` lists the modules with messages.
+A request is declared once, with its reply: `class Heartbeat(Request[HeartbeatAck])`. From this declaration
+follow the reply's type for clients (`await client.call(Heartbeat(…))` returns a `HeartbeatAck`), the servers'
+choice of a handler, and the decoders. Each message is an immutable msgspec struct, encoded as msgpack and
+identified by its tag (the class name). Bulk bytes are never inside a message. They are sent as attachments,
+in separate frames, in an order that the message defines. Durations are integer milliseconds. No message
+contains a clock reading. `frames.py` lists the modules with messages.
 
 `SCHEMA` is compared at hello. Two processes with different schemas refuse each other with a `Fault`.
 """

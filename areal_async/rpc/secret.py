@@ -40,8 +40,8 @@ KeyRole = Literal["buffer", "trainer", "rollout", "evaluator", "reward", "superv
 """Role of a peer. `supervisor` is the process that runs the job, and `cli` is a person's command."""
 ROLES: tuple[KeyRole, ...] = get_args(KeyRole)
 CHUNKS = "chunks"
-"""The key name that all servers of snapshot chunks share, because clients do not know the role of the process
-that serves them."""
+"""Name of the key that all servers of snapshot chunks share, because a client does not know which role serves
+its chunks."""
 CHUNK_SERVERS: frozenset[KeyRole] = frozenset({"trainer", "rollout", "evaluator"})
 TOKENS: Mapping[str, frozenset[KeyRole]] = {"redis": frozenset({"buffer", "cli"})}
 """Roles that may use the servers of the run that need a token, by server."""
@@ -123,7 +123,7 @@ class Guard:
 
 @dataclass(frozen=True)
 class RunSecret:
-    """All keys of a run. Two objects are equal if they were read from one file.
+    """All keys of a run. Two objects are equal if they contain the same secret.
 
     A server or client may use it as `access`. It then does not distinguish roles, which suits a server and a
     client in one process.
@@ -224,7 +224,7 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise EndpointError(f"the keys of this process cannot be read from {path}: {error}") from error
 
     def of(self, role: KeyRole) -> RoleKeys:
-        """Return these keys if `role` is their role, as `RunSecret.of` does. Raises `EndpointError` for
+        """Return these keys, like `RunSecret.of`, if they belong to `role`. Raises `EndpointError` for
         another role."""
         if role != self.role:
             raise EndpointError(f"a process of role {self.role} has no keys of role {role}")
@@ -243,7 +243,8 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise EndpointError(f"a process of role {self.role} has no token for {server}") from None
 
     def shown(self, endpoint: str, server: str) -> CurveKeys | Password:
-        """Return the proof. Over TCP, `server` is the name of the key that the other end must have."""
+        """Return the proof that a client sends. Over TCP, `server` is the name of the key that the other end
+        must have."""
         if not is_tcp(endpoint):
             return Password(self.role.encode(), self.word.encode())
         if server not in self.publics:

@@ -296,9 +296,9 @@ class Server:
     def _start_next(self) -> None:
         """Begin one request.
 
-        The event loop runs between two beginnings: it reads the socket and continues running requests. So a
-        newly arrived request may begin first, and the answer of a finished request is delayed by the
-        beginning of at most one other request.
+        Between the beginnings of two requests the event loop runs: it reads the socket and continues the
+        running requests. A newly arrived request may therefore overtake waiting ones, and the answer to a
+        finished request waits for the beginning of at most one other request.
         """
         self._starting = None
         if (following := self._lanes.pop()) is None:

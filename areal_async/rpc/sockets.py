@@ -1,8 +1,8 @@
 """A ZMQ socket on an asyncio loop, without a future per message, and its own libzmq context.
 
-The loop watches the socket's file descriptor, which is edge-triggered. It signals an event once, and any call
-on the socket may consume the signal. Reading therefore continues until the socket returns "again", and every
-send checks for new messages. A round trip takes about half as long as with `zmq.asyncio`.
+The loop watches the socket's file descriptor, which is edge-triggered: the descriptor signals an event once,
+and any call on the socket may consume the signal. Reading therefore continues until the socket returns
+"again", and every send checks for new messages. A round trip takes about half as long as with `zmq.asyncio`.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class WaitSnapshot(Request[SnapshotNotice | NoNews], frozen=True):
     """Ask for a snapshot newer than `after` for a `purpose`. Waits at most `wait_ms`.
 
     `serve` returns the newest snapshot. `evaluate` returns the snapshots pinned for evaluation, in order.
-    `deltas` means that the receiver has the files of `after` and can apply a delta to them. The answer then
-    waits for a delta that is in progress.
+    `deltas` means that the receiver has the files of `after` and can apply a delta to them. If such a delta
+    is being made, the answer waits for it.
     """
 
     receiver: str
@@ -144,17 +144,17 @@ class AskTensors(Request[SendsTensors | SendsNothing], frozen=True):
 
 
 JOIN = -1
-"""Number that stands for the step before the first bucket, in which a member joins the group."""
+"""Number of `TakeBucket` that stands for joining the group, before the first bucket."""
 
 
 class TakeBucket(Request[Ok | NoNews | SendsNothing], frozen=True):
     """An engine asks for permission to take bucket `number` (from 0) of `tag`.
 
-    It has taken all earlier buckets. `JOIN` asks for permission to join a new group.
+    The engine has taken all earlier buckets. The number `JOIN` asks for permission to join a new group.
 
     `Ok` means that all members are ready and take the bucket now. `NoNews` means that some are not ready
     after `wait_ms`, so the engine asks again. `SendsNothing` means that the group is broken. A request with
-    the number after the last bucket is answered at once.
+    the number after the last bucket reports that all are taken, and is answered at once.
     """
 
     engine: str

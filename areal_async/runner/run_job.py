@@ -124,7 +124,7 @@ class _Life:
         return self.folders.secret.of("supervisor")
 
     def ending(self, ending: Ending, topology: Topology) -> None:
-        """Store the duration and the buffer's last figures when the end of the run is decided and the buffer
+        """Store the duration and the buffer's last figures. Called when the end is decided and the buffer
         still serves."""
         self.wall_s = time.monotonic() - self.started_s
         if ending.kind == "finished" and self.job.kind == "rl":

@@ -29,8 +29,7 @@ LAST_ANSWERS_S = 0.05  # Time to send the last answers
 class ControlServer:
     """An RPC server on its own thread. It answers while the process's own loop or native code is busy.
 
-    Call `start`, then `stop`. In between, the server calls the handler of each request's type on its own
-    thread."""
+    Call `start`, then `stop`. In between, the server's thread calls the handler of each request's type."""
 
     def __init__(
         self,

@@ -42,10 +42,10 @@ from areal_async.service.rank_group import start_pulse
 STOP_GRACE_S = 3.5  # Time from the stop signal to the cancellation of the service's coroutine
 STOPPED_STATUS = 128 + signal.SIGTERM  # Exit status of a service that ended on request
 RETRY_STATUS = os.EX_TEMPFAIL
-"""Exit status after an error that a restart may resolve. Other errors have status 1."""
+"""Exit status after an error that may not recur after a restart. Other errors have status 1."""
 CANCEL_GRACE_S = 0.8  # Time from the cancellation to the exit of the process, whatever its threads do
 ORPHAN_GRACE_S = 8.0
-"""Seconds from the death of its supervisor until an orphaned service is ended without further waiting."""
+"""Seconds after the supervisor's death at which an orphaned service ends without further waiting."""
 
 log = get_logger("service")
 
@@ -94,8 +94,8 @@ def _reach_home(ctx: ServiceContext) -> None:
 def restart_may_help(error: BaseException, *, served: bool) -> bool:
     """Return whether a service that ended with `error` should be restarted.
 
-    Return False if the error rules it out, or if the service has never served: then the error would occur
-    again."""
+    Return False if the error rules a restart out, or if the service has never served: the error would then
+    recur."""
     helps = getattr(error, "restart_helps", None)
     return served if helps is None else helps
 
@@ -160,8 +160,8 @@ def stop_on_signals(
     If the stop comes from the death of the supervisor, the limit is `ORPHAN_GRACE_S`.
 
     The C handler sends the signal number through a pipe to a thread. A Python handler would wait until the
-    main thread leaves native code, and could deadlock on the event's own lock. A service must not use
-    `loop.add_signal_handler`, because it takes over that pipe."""
+    main thread leaves native code, and could deadlock on the lock of the stop event. A service must not use
+    `loop.add_signal_handler`, which would take over that pipe."""
 
     def listen() -> None:
         interrupts = 0

@@ -26,7 +26,7 @@ OUT_OF_MEMORY = "ran out of memory"
 SILENT = "gave no sign of life"
 LATE = "did not come to a collective"
 LATE_START = "did not come to the meeting"
-"""Beginnings of causes of death for which the failure report has advice."""
+"""First words of causes of death. The failure report recognises them and adds advice."""
 NOTE_LIMIT = 300  # Most characters of a note, so that the whole line fits into one write to a pipe
 
 

@@ -130,8 +130,8 @@ class RemoteRecords(RunRecords):
     """The run log of the supervisor, for other processes of the run.
 
     A separate thread sends each record once, in order. If the supervisor does not answer, only the first
-    write waits, for at most `WRITE_WAIT_S`. After it, writes only queue their records, and samples are
-    refused, until a record has been written again. If `MOST_WAITING` records are queued, a writer waits for
+    write waits, for at most `WRITE_WAIT_S`. Later writes only queue their records, and samples are refused,
+    until the supervisor has written a record again. If `MOST_WAITING` records are queued, a writer waits for
     room."""
 
     def __init__(self, ctx: ServiceContext) -> None:
@@ -141,7 +141,7 @@ class RemoteRecords(RunRecords):
         self._waiting: queue.Queue[tuple[bytes, Future[None]] | None] = queue.Queue(MOST_WAITING)
         self._failed: OSError | None = None
         self._silent = False
-        """True from the first wait without an answer until a record is written."""
+        """True after a wait without an answer, until a record is written."""
         self._thread = threading.Thread(target=self._send, name="records", daemon=True)
         self._thread.start()
 
@@ -283,8 +283,8 @@ def lives_of(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any
 def as_it_became(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the records of a run without work that a restarted trainer repeated.
 
-    For each step and each evaluated version of a policy, only the last record is kept. They keep the order in
-    which they were written."""
+    For each step and each evaluated version of a policy, only the last record is kept. The records stay in
+    the order in which they were written."""
     last: dict[Any, int] = {}
     for number, record in enumerate(records):
         kind, key = record.get("kind"), "version" if record.get("kind") == "evaluation" else "step"

@@ -2,7 +2,7 @@
 
 The files are `<run>/samples/step-00000123.jsonl` and `evaluation-00000123.jsonl`. With several policies, they
 are in the policy's folder, `<run>/policies/<name>/samples/`. Each line is one episode as a JSON object;
-docs/metrics.md describes its fields. Step 123 is the step that starts from version 123, as in the records.
+docs/metrics.md describes its fields. As in the records, step 123 starts from version 123.
 
 A file has at most the requested number of episodes, each with at most `MOST_UNITS` units. The folder has at
 most `MOST_FILES` files and `MOST_BYTES` bytes. Above a limit, every second file is deleted, first from the

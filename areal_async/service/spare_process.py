@@ -1,10 +1,10 @@
 """A spare process: it does the slow imports in advance and then waits to become a service of the run.
 
-Most of the start time of a trainer or a rollout worker is the import of torch and transformers. A spare is
-started by command and not forked, so it inherits no threads. It imports the modules of its arguments and then
-waits on a socket. The spare computes nothing, so no native thread runs before the service has set the number
-of threads. The socket receives one `Calling` together with descriptors. The message names the module to run,
-its arguments and its environment. From then on, the process is that service and has its name in `ps`.
+Most of the start time of a trainer or a rollout worker is the import of torch and transformers. A spare is a
+new program and not a fork, so it inherits no threads. It imports the modules of its arguments and then waits
+on a socket. The spare computes nothing, so no native thread runs before the service has set the number of
+threads. The socket receives one `Calling` together with descriptors. The message names the module to run, its
+arguments and its environment. From then on, the process is that service and has its name in `ps`.
 
 Promises: before it is called, a spare uses nothing of the run. A spare ends when the supervisor ends. If it
 cannot become the service, it exits with a status that lets the supervisor restart the service.
@@ -43,8 +43,8 @@ class Calling(msgspec.Struct, frozen=True):
     environment: dict[str, str]
     """Environment variables to set."""
     descriptors: list[str] = []
-    """Environment variables that get the numbers of the received descriptors, in order. They begin with the
-    second descriptor, because the first receives the process's output."""
+    """Environment variables that get the numbers of the received descriptors, in order. The variables begin
+    with the second descriptor, because the first one receives the process's output."""
 
 
 @contextmanager

@@ -145,8 +145,8 @@ def figure_of(key: str) -> tuple[RunFigure, str]:
 
 
 def row_of(record: Record, before: Record | None = None) -> ChartRow | None:
-    """Return the figures of one record, or None if it has none. For a `load` record, `before` is the previous
-    `load` record, and the row has the work of processes between the two."""
+    """Return the figures of one record, or None if it has none. The row of a `load` record has the work of
+    processes since the previous `load` record, which is `before`."""
     kind = record.get("kind")
     if kind in STEPS or kind == "evaluation":
         x, figures = _number(record.get("version" if kind == "evaluation" else "step")), values_of(record)

@@ -319,6 +319,6 @@ def _message(status: RunStatus) -> str:
 
 
 def _clipped(text: str, length: int, style: str = "") -> Text:
-    """Cut the text to `length` characters, but not to fewer than 20. On a narrower terminal, the panel cuts
-    it further."""
+    """Cut the text to `length` characters, but to 20 at least. On a narrower terminal, the panel cuts the
+    text further."""
     return Text(text if len(text) <= max(length, 20) else f"{text[: max(length, 20) - 1]}…", style=style)

@@ -1,4 +1,4 @@
-"""Models, tasks, checkpoints and run folders in a store such as S3, instead of on a disk that hosts share.
+"""Models, tasks, checkpoints and run folders in a store such as S3. A store replaces a disk that hosts share.
 
 `urls` defines URLs and their local paths. `remote` sends requests to a store. `transfer` copies files and
 folders from and to a store, completely or not at all. `content` fetches the content that a job names.

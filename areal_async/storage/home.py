@@ -43,7 +43,7 @@ class HomeFileSystem(fsspec.AbstractFileSystem):
 
     @classmethod
     def connect(cls, address: Address, *, job: str, role: str, name: str, access: Access) -> None:
-        """Connect this process to a supervisor, to which all requests for `home://` then go."""
+        """Connect this process to a supervisor. All later requests for `home://` go to this supervisor."""
         cls.disconnect()
         cls._client = SyncClient(address, job=job, role=role, name=f"{name}/home", access=access)
         fsspec.register_implementation(PROTOCOL, cls, clobber=True)

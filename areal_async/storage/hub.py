@@ -28,8 +28,8 @@ SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})(\..*)")
 
 
 def hub_url(text: str, base: Path, *, is_data: bool) -> str | None:
-    """Return the hub URL for a name, or None if the name must be a path. It must be a path if its first part
-    exists in `base` or in the working directory, or if it has the suffix of a data file."""
+    """Return the hub URL for a name, or None if the name is a path. A name is a path if its first part exists
+    in `base` or in the working directory, or if it has the suffix of a data file."""
     first = text.partition("/")[0]
     if not HUB_NAME.fullmatch(text) or (base / first).exists() or os.path.exists(first):
         return None

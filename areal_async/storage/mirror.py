@@ -1,9 +1,9 @@
 """A local folder and its copy in a store, which is kept up to date.
 
-Changed files are in the store about `EVERY_S` later, as whole files. When `stop` returns, all changes are
-there. If the store does not answer, only the mirror waits for it. If two hosts mirror to one URL, the later
-host becomes the owner and the earlier host stops writing. Files that were changed at the same time may be
-stored at different times.
+A changed file is in the store about `EVERY_S` later, as a whole. When `stop` returns, the store has all
+changes. If the store does not answer, only the mirror waits for it. If two hosts mirror to one URL, the later
+host becomes the owner and the earlier host stops writing. Files that change at the same time may reach the
+store at different times.
 
 These files are not mirrored:
 
@@ -48,7 +48,7 @@ class MirrorMark(msgspec.Struct, frozen=True):
 
 
 class MirrorLost(StorageError):
-    """Error if another process now mirrors to the URL."""
+    """Another process now mirrors to the URL."""
 
 
 def mark_there(url: str, remote: Remote | None = None) -> MirrorMark | None:

@@ -31,7 +31,7 @@ LEAST_BYTES_PER_S = 256 << 10  # A slower upload counts as unanswered
 PATIENCE_S = 60.0  # Default time for retries if a store does not answer
 CONNECT_S, READ_S = 10.0, 60.0
 TAGS = ("ETag", "etag", "md5Hash", "crc32c", "checksum", "mtime", "LastModified", "updated", "created")
-"""Fields in which stores report that the content of a file changed. The first existing field counts."""
+"""Fields of a stored file that change with its content, by store. The first field that exists is used."""
 HOPELESS = (
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -46,28 +46,28 @@ T = TypeVar("T")
 
 
 class StorageError(ArealError):
-    """Error if a store refuses a request, or has unexpected content."""
+    """A store refuses a request, or has unexpected content."""
 
     restart_helps = False
 
 
 class StorageMissing(StorageError):
-    """Error if nothing exists at the URL."""
+    """Nothing exists at the URL."""
 
 
 class HalfWritten(StorageError):
-    """Error if the writer of a folder has not completed it."""
+    """The writer of a folder has not completed the folder."""
 
 
 class StorageAway(StorageError):
-    """Error if a store does not answer before its retries end."""
+    """A store does not answer, although the request was retried up to the time limit."""
 
     restart_helps = True
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """Size and tag of a file in a store. `tag` changes with the content; it is empty if the store has
-    none."""
+    """Size and tag of a file in a store. `tag` changes with the content; it is empty if the store reports no
+    tags."""
 
     size_bytes: int
     tag: str = ""
@@ -96,7 +96,7 @@ def tries_for(url: str, limit_s: float = PATIENCE_S) -> Tries:
 
 class Remote:
     """A file or folder at a URL. All methods block and are thread-safe. Each method raises `StorageAway` if
-    the store does not answer in time, and `StorageError` if it refuses."""
+    the store does not answer in time, and `StorageError` if the store refuses."""
 
     def __init__(self, url: str, tries: Tries | None = None) -> None:
         self.url = url.rstrip("/")

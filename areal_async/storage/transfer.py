@@ -1,10 +1,9 @@
 """Transfer of files and folders between this host and a store, completely or not at all.
 
-A target of `fetch` is always complete and verified. It is verified by the sizes, by the MD5 hash if the
-store's tag is one, and by the hashes in the marker of `push`. This also holds if several processes fetch a
-target at the same time or one of them is killed. `fetch` refuses a folder that `push` has not finished
-(`HalfWritten`), so no reader gets an incomplete folder. At most `PARALLEL` requests of `PART_BYTES` are in
-memory.
+A target of `fetch` is always complete and verified, even if several processes fetch it at the same time or
+one of them is killed. It is verified by the sizes, by the MD5 hash if the store's tag is one, and by the
+hashes in the marker of `push`. `fetch` refuses a folder that `push` has not finished (`HalfWritten`), so no
+reader gets an incomplete folder. At most `PARALLEL` requests of `PART_BYTES` are in memory.
 
 A pushed folder contains a marker, the file `.areal-async.json`. It is written twice: first as begun, and last
 with the size and hash of each file. A folder without a marker comes from another writer and is accepted
@@ -74,7 +73,7 @@ def fetch(
     """Fetch the file or folder at `url` to `target`, unless `target` already has the same content.
 
     Files for which `leave_out(name)` is true are omitted. If anything must be downloaded, `begun` is called
-    with the number of bytes. `check` may raise an error to refuse the download before it is moved to
+    with the number of bytes. `check` may raise an error to refuse the download before the files are moved to
     `target`. Raises `StorageMissing`, `HalfWritten`, `StorageAway` or `StorageError`, and OSError if writing
     here fails."""
     remote = Remote(url, tries)

@@ -62,7 +62,7 @@ class EpisodeBuilder:
     times.
 
     Sequences are lists or 1-D arrays. A value that is not a number, or does not fit i32, raises
-    InvariantError at once. Values that contradict each other raise InvariantError in `build`."""
+    InvariantError at once. If values contradict each other, `build` raises InvariantError."""
 
     def __init__(
         self,
@@ -211,10 +211,8 @@ class EpisodeBuilder:
 
     def routes(self, segment: int, found: Routes, first: int = 0) -> None:
         """Set routes for the units on the path down to `segment`, starting at unit `first` of the path.
-        `found` has the shape [n, width] (see `routes.py`).
-
-        A unit keeps the routes that it got first, because they belong to the pass that sampled the next unit.
-        A later call may compute the same prefix again with other routes."""
+        `found` has the shape [n, width] (see `routes.py`). A unit keeps its first routes, which belong to the
+        pass that sampled the next unit. A later call may compute the same prefix again with other routes."""
         end = 0
         for at in self._path(segment):
             start, end = end, end + self._segments[at][_LENGTH]
@@ -270,8 +268,8 @@ class EpisodeBuilder:
         self._fault = fault
 
     def keep_first_answer(self) -> None:
-        """Keep only the first answer and the path to it. Texts, metadata and rewards are dropped too. The
-        kept part passes the checks of `build`, even if a later answer made the episode invalid."""
+        """Keep only the first answer and the path to it, without texts, metadata and rewards. The kept part
+        passes the checks of `build`, even if a later answer made the episode invalid."""
         n = self._calls[0].segment + 1
         del self._segments[n:], self._units[n:], self._calls[1:]
         self._n_units = units = self._segments[-1][_OFFSET] + self._segments[-1][_LENGTH]

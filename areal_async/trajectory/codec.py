@@ -8,8 +8,8 @@ Reading trusts no byte: each input gives a valid Episode or raises a TrajectoryE
 episode are read-only views of the blob. A blob with unaligned memory is copied first.
 
 All numbers of a blob are little-endian. The prefix is: magic `ATRJ`, u16 schema, u16 number of frames, u64
-size, u32 CRC-32 of everything after the prefix, u32 zero. Then a table has u64 offset and u64 size of each
-frame. The frames follow, each at the next multiple of 8."""
+size, u32 CRC-32 of everything after the prefix, u32 zero. Then follow a table with u64 offset and u64 size of
+each frame, and the frames, each at the next multiple of 8."""
 
 from __future__ import annotations
 

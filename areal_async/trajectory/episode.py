@@ -66,7 +66,7 @@ _COLUMN_DTYPES = frozenset(COLUMN_DTYPES.values())
 
 
 class PolicyVersions(NamedTuple):
-    """Range of the versions of one policy whose weights sampled an episode's units with mask 1."""
+    """Range of versions of one policy: the versions that sampled an episode's units with mask 1."""
 
     oldest: int
     newest: int

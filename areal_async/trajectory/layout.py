@@ -51,20 +51,20 @@ class TrajectoryError(ArealError):
 
 
 class CodecError(TrajectoryError):
-    """Error if bytes are not an episode: they are truncated, altered or in another format."""
+    """Bytes are not an episode: they are truncated, altered or in another format."""
 
 
 class SchemaError(TrajectoryError):
-    """Error if an episode has a schema that this process does not read."""
+    """An episode has a schema that this process does not read."""
 
 
 class SizeError(TrajectoryError):
-    """Error if a size is above its limit (`EpisodeLimits`). The error is raised before memory of that size is
+    """A size is above its limit (`EpisodeLimits`). The error is raised before memory of that size is
     allocated."""
 
 
 class InvariantError(TrajectoryError):
-    """Error if the contents contradict each other. `episode.py` lists the invariants."""
+    """Contents of an episode contradict each other. `episode.py` lists the invariants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,9 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 class Call(msgspec.Struct, frozen=True, array_like=True):
     """One generation call. It sampled segment `segment` from the path of that segment's parent.
 
-    `logprobs_of` names the distribution in which the behaviour log-probs are computed. `sampled` is the
-    distribution from which the token was drawn, with temperature and truncation. `temperature` is the
-    distribution with the temperature, but without top-p or top-k truncation. `raw` is the model's
-    distribution at temperature 1."""
+    `logprobs_of` names the distribution to which the behaviour log-probs refer: `sampled` (from which the
+    token was drawn, with temperature and truncation), `temperature` (with the temperature, but without top-p
+    and top-k truncation), or `raw` (of the model, at temperature 1)."""
 
     segment: int = 0
     policy: int = 0
@@ -149,7 +148,8 @@ class EpisodeHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """Index of the episode in its group."""
     attempt: int = 0
     schema: int = msgspec.field(default_factory=lambda: TRAJECTORY_SCHEMA)
-    """Always encoded, because msgspec never omits a default from a factory."""
+    """Always encoded, although other defaults are omitted: msgspec never omits a default that comes from a
+    factory."""
     policies: list[str] = []
     """Names of the policies that sampled units. Each policy has its own versions."""
     agents: list[Agent] = []
@@ -164,8 +164,8 @@ class EpisodeHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_text: str = ""
     response_text: str = ""
     epochs: list[tuple[int, int]] = []
-    """Runs of units with equal trainer epoch of their weights, as (first unit, epoch), over the units with
-    mask 1. The value is empty if there are no such units."""
+    """Runs of units whose weights are from the same trainer epoch, as (first unit, epoch). Only units with
+    mask 1 count; without such units the value is empty."""
     fault: str = ""
     """Reason of an early end that an answer caused, as `kind: message`. No reward judges the episode then."""
 

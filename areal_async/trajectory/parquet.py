@@ -45,7 +45,7 @@ OF_EPISODE = ("episode_id", "min_version", "max_version", "n_units", "n_sampled"
 
 
 class ExportError(ArealError):
-    """Error if a parquet file cannot be written."""
+    """A parquet file cannot be written."""
 
 
 @dataclass(frozen=True)

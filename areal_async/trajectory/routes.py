@@ -1,8 +1,8 @@
 """Routes: the experts of a mixture-of-experts model to which the engine sent each unit.
 
-An episode has them as the optional column `routes`, u8 or u16 [T, L * K]. The column has the ids of K experts
-for each of L expert layers, in the order of the layers. The largest value of the dtype means "no route". It
-marks a unit that was not fed to the model, a unit without reported routes, and an omitted expert.
+An episode stores the routes in the optional column `routes`, u8 or u16 [T, L * K]. The column has the ids of
+K experts for each of L expert layers, in the order of the layers. The largest value of the dtype means "no
+route". It marks a unit that was not fed to the model, a unit without reported routes, and an omitted expert.
 
 Routes are far larger than the rest of an episode: with 48 layers and 8 experts per token, they take 384 bytes
 a unit, compared with 13 for the rest. Only the trainer reads them, so the blob does not include them.

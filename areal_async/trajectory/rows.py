@@ -64,9 +64,9 @@ def seen_by(episode: Episode, policy: str) -> Episode:
 def training_rows(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> list[Row]:
     """Return the rows of an episode, in the order of their leaves.
 
-    If several leaves share a segment, the row of the first leaf trains it. In the other rows it is context
-    (mask 0), so each unit with mask 1 is trained in exactly one row. A path gives no row if it has no units
-    of its own to train. Raises SizeError if shared prefixes make the rows larger than `limits`."""
+    If several leaves share a segment, the row of the first leaf trains it. In the other rows the segment is
+    context (mask 0), so each unit with mask 1 is trained in exactly one row. A path without units of its own
+    to train gives no row. Raises SizeError if shared prefixes make the rows larger than `limits`."""
     units = episode.units
     if not episode.n_sampled:
         return []
@@ -89,11 +89,9 @@ def _is_chain(parent: list[int]) -> bool:
 def _owned_paths(
     parent: list[int], length: list[int], offset: list[int], mask: bytes, limits: EpisodeLimits
 ) -> list[tuple[list[int], int]]:
-    """Return, for each leaf with units to train, its path and the position of the first segment in the path
-    that its row owns (trains).
-
-    The part that is not owned is always a prefix of the path, because an ancestor of an owned segment is
-    owned by this leaf or by an earlier one."""
+    """Return, for each leaf with units to train, its path and the position in the path of the first segment
+    that the leaf's row trains. A row trains a suffix of its path, because all segments before this position
+    belong to earlier leaves."""
     n_segments = len(parent)
     has_child = bytearray(n_segments)
     depth = [1] * n_segments
@@ -195,8 +193,8 @@ def untrainable(episode: Episode) -> str:
     or "" if there is no such call. Only units with mask 1 count, because units with mask 0 are context.
 
     The trainer weighs each unit by softmax(logits / temperature) of the trained weights, at the temperature
-    of the unit's call. Other sampling (greedy, truncated, or log-probs at another temperature) would give a
-    ratio of two different distributions. The weight would be wrong, and no error would show it."""
+    of the unit's call. Other sampling (greedy, truncated, or log-probs at another temperature) has another
+    distribution, so the unit's weight would be wrong, and no error would show it."""
     offset, length, mask = episode.segments.offset, episode.segments.length, episode.units.mask
     for call in episode.header.calls:
         how = _other_than_trained(call)

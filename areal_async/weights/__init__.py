@@ -1,5 +1,5 @@
-"""The weights plane: complete, hashed, immutable snapshots, and their way from the trainer to every process
-that serves or evaluates them.
+"""The transfer of weights: complete, hashed, immutable snapshots, and their way from the trainer to every
+process that serves or evaluates them.
 
 manifest, tensor_file, snapshot   one version on disk, written and opened
 delta_codec, delta                differences between two versions

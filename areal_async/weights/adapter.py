@@ -136,7 +136,7 @@ class BaseWeights:
         return self._dtype if dtype.is_floating_point else dtype
 
     def _targets(self, adapter: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
-        """Return the names of the adapter's A and B for each base tensor that it changes."""
+        """Return the names of the matrices A and B for each base tensor that the adapter changes."""
         targets = {}
         for key, a in adapter.items():
             module, found, _ = key.partition(".lora_A.")
@@ -250,8 +250,8 @@ def adapter_config(
 ) -> bytes:
     """Return the content of `adapter_config.json` for peft, vLLM and SGLang. `targets` are full module names.
 
-    An `identified` configuration identifies the base model in an extra field, which hosts need. peft warns
-    about that field. Raises `OSError`, and `ValueError` for a base without safetensors files.
+    An `identified` configuration has an extra field that identifies the base model. Our hosts need that
+    field, and peft warns about it. Raises `OSError`, and `ValueError` for a base without safetensors files.
     """
     config = {
         "peft_type": "LORA",

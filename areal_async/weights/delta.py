@@ -237,8 +237,8 @@ class DeltaPublisher:
     A separate thread makes each delta from two published directories, at most one delta at a time. A version
     that is published while the thread is busy gets no delta. Call all methods except `close` under the
     publisher's `lock`. When a delta is done, the thread takes the lock and calls `on_done(base, new)`. From
-    then on it reads neither directory. A delta is offered only if it is smaller than `below_share` of the
-    full snapshot. If `below_share` is None, no delta is made.
+    then on the thread reads neither directory. A delta is offered only if it is smaller than `below_share` of
+    the full snapshot. If `below_share` is None, no delta is made.
     """
 
     def __init__(

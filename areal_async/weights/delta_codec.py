@@ -42,7 +42,7 @@ def encode(base: Elements, new: Elements, width: int) -> bytes:
 def apply(target: Elements, data: bytes | memoryview, width: int) -> int:
     """Apply `data` to `target` (uint8) and return the number of changed elements.
 
-    Raises `SnapshotError`; after it, the content of `target` is unusable.
+    Raises `SnapshotError`; the content of `target` is then unusable.
     """
     if not len(data):
         return 0

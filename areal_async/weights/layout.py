@@ -51,8 +51,8 @@ HEADER_ALIGN_BYTES = 64
 PART_BYTES = 16 << 20
 """Largest number of bytes that are hashed as one part.
 
-The value is small enough that several threads can hash one tensor, and large enough that the manifest of a
-large model stays small. Manifests depend on this value, so another value needs another schema.
+The value is so small that several threads can hash one tensor, and so large that the manifest of a large
+model stays small. Manifests depend on the value, so a change of it needs a new schema.
 """
 
 
@@ -158,7 +158,8 @@ def plan_layout(held: Sequence[Iterable[Box]], file: str) -> Layout:
 
 
 def parts_of(name: str, entry: TensorEntry, file: str) -> Iterable[tuple[Part, int]]:
-    """Return the parts of a tensor as consecutive rows, without hashes, and the bytes of each."""
+    """Return the parts of a tensor, each a run of consecutive rows without a hash, and the number of bytes of
+    each part."""
     shape, size = entry.shape, entry.data_offsets[1] - entry.data_offsets[0]
     if not shape or not size:
         yield Part(name, entry.dtype, shape, [0] * len(shape), shape, file, ""), size

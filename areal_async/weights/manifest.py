@@ -83,7 +83,7 @@ class Manifest(msgspec.Struct, frozen=True):
     shards: list[Shard]
     sidecars: list[Sidecar]
     tied: dict[str, str]
-    """The tensor whose data a name without bytes of its own shares, by that name."""
+    """Names without bytes of their own, each with the tensor whose data it shares."""
     base_hash: str = ""
     """Hash of the base's manifest file, in a delta."""
     target_hash: str = ""

@@ -1,4 +1,4 @@
-"""Prometheus series of the weights plane, for publishers and receivers."""
+"""Prometheus series of the transfer of weights, for publishers and receivers."""
 
 from __future__ import annotations
 

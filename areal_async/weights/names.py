@@ -1,10 +1,10 @@
 """The mapping between the tensors of a model's files and the parameters of its module.
 
-transformers may store weights in a different form than the files do. For example, a name may differ, or one
-parameter may contain all experts of a layer while the files have separate tensors for each expert. This
-module runs the conversion of transformers (`transformers.core_model_loading`) once for each kind of
-parameter, with tensors whose elements are consecutive numbers instead of weights. The positions of the
-numbers in the result show to which view of the parameter each tensor of the files corresponds.
+In memory, transformers may store weights in another form than in the files. For example, a name may differ,
+or one parameter may contain all experts of a layer while the files have separate tensors for each expert.
+This module runs the conversion of transformers (`transformers.core_model_loading`) once for each kind of
+parameter, on tensors with consecutive numbers instead of weights. From the positions of these numbers in the
+result follows which view of the parameter corresponds to each tensor of the files.
 
 Loading writes to these views and publishing reads them, one tensor at a time. A published snapshot therefore
 has the names and shapes of the files that the model was loaded from. A process that holds some experts of a
@@ -40,7 +40,7 @@ MOST_NAMED = 5  # Largest number of tensors that an error names
 
 
 class NamesMismatch(ArealError):
-    """Error if the tensors of the files do not match the model. The message has the form `lacks …`."""
+    """The tensors of the files do not match the model. The message has the form `lacks …`."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ publishing reads them. If `by_row` is false, `rows` must be all rows of the para
 def storage_of(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Storage]:
     """Return the storage of the parameters and persistent buffers of a transformers `model`.
 
-    `shapes` are the names and shapes of the tensors in the files. The model may be on the meta device. If
-    several names are tied, the result has the first of them that the files have. Tensors that transformers
+    `shapes` are the names and shapes of the tensors in the files. The model may be on the meta device. For
+    tied names, the result has only the first of the names that occurs in the files. Tensors that transformers
     ignores for this architecture are not in the result. Raises `NamesMismatch` for tensors that are missing,
     unknown or of another shape.
     """

@@ -1,5 +1,4 @@
-"""A receiver's end of the weights plane. It waits for snapshots, opens and verifies them, and acknowledges
-them.
+"""The receiver of snapshots: it waits for a snapshot, opens and verifies it, and acknowledges it.
 
     news = await receiver.next(serving, wait_ms=5000)
     snapshot = await receiver.open(news)           # brought to this host; every hash matched

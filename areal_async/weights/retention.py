@@ -10,8 +10,8 @@ At most `MAX_PENDING` pinned snapshots wait for evaluation, in addition to versi
 Beyond this limit the oldest is dropped, so that slow evaluation does not fill the memory. Each receiver holds
 at most `MAX_HOLDS` snapshots per purpose.
 
-A retired snapshot is `reusable` (its bytes may be overwritten), except if a hold on it expired without an
-acknowledgement. In this case a process may still be reading the snapshot, so its files may only be unlinked.
+The bytes of a retired snapshot may be overwritten (`reusable`), unless a hold on it expired without an
+acknowledgement. In that case a process may still be reading the files, so they may only be unlinked.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class RetentionPolicy:
             self._pins.remove(tag)
 
     def retire(self, now_ms: int) -> list[Retired]:
-        """Remove every snapshot that no rule keeps from this object, and return these snapshots."""
+        """Forget every snapshot that no rule keeps, and return the forgotten snapshots."""
         self._expire(now_ms)
         kept = {*self._tags[-self._keep :], *self._pins, *self._used}.union(*self._holds.values())
         gone = [tag for tag in self._tags if tag not in kept]

@@ -65,8 +65,8 @@ class SnapshotInfo:
     weights_hash: str = ""
     """The hash of names, shapes and bytes of all tensors, and of an adapter's configuration.
 
-    Equal weights have equal hashes under any tag. The hash includes an adapter's configuration because its
-    scale changes the merged weights.
+    Equal weights have equal hashes under any tag. An adapter's configuration is included because the scale in
+    it changes the merged weights.
     """
 
 

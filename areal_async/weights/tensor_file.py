@@ -1,8 +1,8 @@
 """One safetensors file of a snapshot: mapped, filled with pieces of tensors, hashed and read.
 
 Format: u64 little-endian header size, JSON header `{name: {dtype, shape, data_offsets}}`, data. `layout.py`
-defines the position of each tensor. The safetensors package is not used, because it can only write whole new
-files. Here several processes refill an existing allocation.
+defines the position of each tensor. The safetensors package is not used, because it only writes whole new
+files, while here several processes fill parts of an existing file.
 
 A few threads hash parts, one part each. Hashing releases Python's lock.
 """
@@ -53,8 +53,8 @@ R = TypeVar("R")
 class MappedFile:
     """A file mapped for writing.
 
-    A mapping that is kept between snapshots is filled at the speed of memcpy. Filling a new file in shared
-    memory, or filling a file by `write`, takes 2 to 20 times as long.
+    The mapping is kept between snapshots and filled at the speed of memcpy. A new file in shared memory, or
+    calls of `write`, would take 2 to 20 times as long.
     """
 
     def __init__(self, path: Path, size_bytes: int, mode: int = 0o600) -> None:

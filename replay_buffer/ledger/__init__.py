@@ -1,9 +1,9 @@
 """The ledger: the state of every task, group and episode of a job, as a pure state machine.
 
-`decide(index, command, now_ms)` reads the index and returns a `Decision`: the reply and the writes that must
-precede it. It changes nothing, reads no clock and does no I/O. Only `index.apply(writes)` changes the index,
-and the same writes go to Redis in one script call. So the index always matches the content of Redis. After a
-crash, clients can send every unanswered message again.
+`decide(index, command, now_ms)` reads the index (the records in memory) and returns a `Decision`: the reply,
+and the writes that must precede the reply. It changes nothing, reads no clock and does no I/O. Only
+`index.apply(writes)` changes the index, and the same writes go to Redis in one script call. So the index
+always matches the content of Redis. After a crash, clients can send every unanswered message again.
 
 Every group follows
 
@@ -22,9 +22,9 @@ Each episode of a group follows
 
     MISSING → STORED → CLAIMED → VERDICT
 
-with two exceptions. CLAIMED → STORED: a claim ends without a score. MISSING → ABSENT: the policy for groups
-(`group_policy`) gives the episode up. A group is GENERATED when no sample is MISSING. It is SCORED when each
-sample is VERDICT or ABSENT. The ledger counts each transition by its reason.
+with two other transitions. CLAIMED → STORED: a claim ends without a score. MISSING → ABSENT: the policy for
+groups (`group_policy`) gives the episode up. A group is GENERATED when no sample is MISSING. It is SCORED
+when each sample is VERDICT or ABSENT. The ledger counts each transition by its reason.
 
 Messages of an outdated sender are refused: episodes by their lease id, verdicts by their claim id, and the
 trainer's messages by its epoch. Every message may be repeated. Time is the ledger's clock, an argument of

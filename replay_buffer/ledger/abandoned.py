@@ -1,12 +1,12 @@
 """Treatment of units from weights that a restarted trainer has abandoned: whether they are trained, and their
 staleness.
 
-A restarted trainer continues from a checkpoint, so its lineage lacks the weights published after that
-checkpoint. Under `on_abandoned: drop`, groups with units from such weights are dropped with the reason
-`abandoned`. Under `train`, the groups stay. The behaviour log-probs of their units are known, so the
-off-policy correction accounts for the difference between the weights. For the staleness limit, such a unit
-counts as the last version that its epoch shares with the trainer's lineage (`counted_as`). So its staleness
-is never underestimated.
+A restarted trainer continues from a checkpoint. The weights that were published after that checkpoint do not
+belong to its *lineage*, the versions from which its own weights descend. Under `on_abandoned: drop`, groups
+with units from such weights are dropped with the reason `abandoned`. Under `train`, the groups stay. The
+behaviour log-probs of their units are known, so the off-policy correction accounts for the difference between
+the weights. For the staleness limit, such a unit counts as the last version that its epoch shares with the
+trainer's lineage (`counted_as`). Its staleness is thus never underestimated.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 
 def counted_as(lineage: Lineage, step: int, min_epoch: int, version: int) -> int:
-    """Return the version that units count as for the staleness limit. The units were sampled from `version`
-    as published by epoch `min_epoch`. `step` is the newest version of the running epoch. Units count as their
-    own version if it is on the lineage, or if later steps still decide whether it is. Otherwise they count as
-    the last version that their epoch shares with the lineage. Return -1 if no such version is known."""
+    """Return the version that the staleness limit assumes for some units. The units were sampled from
+    `version` as published by epoch `min_epoch`. `step` is the newest version of the running epoch. Units
+    count as their own version if it is on the lineage, or if later steps still decide whether it is.
+    Otherwise they count as the last version that their epoch shares with the lineage. Return -1 if no such
+    version is known."""
     for span in lineage:
         if span.epoch == min_epoch:
             if version < span.first:
@@ -41,8 +42,8 @@ def on_lineage(tx: Transaction, policy: str, group: GroupRecord) -> bool:
 
 
 def is_on_lineage(rules: Rules, consumer: Consumer, episode: EpisodeRecord, policy: str) -> bool:
-    """Return whether every unit of `policy` in the episode was sampled from weights on the lineage. If
-    abandoned units are trained, the version that they count as only needs to be known."""
+    """Return whether every unit of `policy` in the episode was sampled from weights on the lineage. If the
+    job trains abandoned units, return whether the version that they count as is known."""
     held = episode.versions.get(policy)
     if held is None or accepts(consumer.lineage, held.epoch, held.oldest, held.newest):
         return True
@@ -51,7 +52,7 @@ def is_on_lineage(rules: Rules, consumer: Consumer, episode: EpisodeRecord, poli
 
 
 def recounted(tx: Transaction, policy: str, group: GroupRecord, leased_at_most: int) -> None:
-    """Update the versions that the group's units count as, after versions were abandoned. Units that a leased
+    """After versions were abandoned, update the versions that the group's units count as. Units that a leased
     worker has yet to deliver count as at most `leased_at_most`."""
     training = group.training[policy]
     oldest = tx.oldest(policy, group.episodes)

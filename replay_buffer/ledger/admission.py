@@ -6,16 +6,16 @@ All symbols belong to one trained policy. `v_train` counts its committed steps. 
 that the asking worker serves. `outstanding` counts the groups that are leased and not yet TRAINED or DROPPED.
 A step trains B groups.
 
-The formula bounds staleness because steps take the oldest groups first. The group granted last has at most (η
-+ 1 − lag)·B − 1 groups before it. So it is trained at the latest in step v_train + η − lag = v_serving + η.
-Here lag is max(0, v_train − v_serving). Without the `+ 1`, no group could be granted at η = 0. Without the
-lag, groups of a worker that has not yet loaded the newest weights would be too old when they are trained. A
-group that several policies train needs a place for each of them.
+The formula bounds staleness because steps take the oldest groups first. Let lag be max(0, v_train −
+v_serving). The group granted last has at most (η + 1 − lag)·B − 1 groups before it. It is therefore trained
+in step v_train + η − lag = v_serving + η at the latest. Without the `+ 1`, no group could be granted at η =
+0. Without the lag, groups of a worker that has not yet loaded the newest weights would be too old when they
+are trained. A group that several policies train needs a place for each of them.
 
 While a resumed trainer redoes steps, batches of later steps already exist. A group BATCHED for a step takes a
-place of that step only. So groups batched for steps beyond the formula's window do not count. Otherwise a
-step whose batch has lost groups to abandoned weights could not get replacements, and the trainer and the
-workers would wait for each other.
+place of that step only. Groups batched for steps beyond the formula's window therefore do not count.
+Otherwise a step whose batch has lost groups to abandoned weights could not get replacements, and the trainer
+and the workers would wait for each other.
 
 No other limit applies to running work (docs/decisions/buffer.md#no-limit-on-running-groups-beyond-admission).
 Because of the term `steps − v_train`, no group is generated for which the job has no step left.
@@ -62,7 +62,7 @@ def capacity(demand: Demand, v_serving: int) -> int:
 
 
 def allowed(demand: Demand, v_serving: int) -> int:
-    """Return the capacity that the staleness limit alone allows."""
+    """Return the capacity under the staleness limit alone, without pacing."""
     return steps_allowed(demand, v_serving) * demand.batch_groups
 
 

@@ -3,12 +3,12 @@
 `sampling` orders the groups that were never trained. Groups that were trained before fill the remaining
 places, unless this would make an unfinished group too old.
 
-Look-ahead. The trainer may get the batch of step s + 1 before it commits s. So it can compute s + 1 while the
-weights of s are written and announced. Only the trainer that got s may look ahead, and only by one step.
-Look-ahead changes neither the staleness limit nor admission, because staleness counts from the step's number
-and a BATCHED group is outstanding. Groups trained in s can be used again from s + 2 on. In two cases s + 1
-waits for the commit of s: while steps are redone, and while the running epoch has published the same weights
-as an earlier epoch. Only the commit then shows which units are valid.
+Look-ahead. The trainer may get the batch of step s + 1 before it commits s, to compute s + 1 while the
+weights of s are written and announced. Only the trainer that got the batch of s may look ahead, and only by
+one step. Look-ahead changes neither the staleness limit nor admission, because staleness counts from the
+step's number and a BATCHED group is outstanding. Groups trained in s can be used again from s + 2 on. In two
+cases s + 1 waits for the commit of s: while steps are redone, and while the running epoch has published the
+same weights as an earlier epoch. Only the commit then shows which units are valid.
 
 Replay (`buffer.max_reuse`). A trained group becomes SCORED again if it has uses left and is young enough for
 the next step. Otherwise it stays TRAINED, and the first checkpoint after its last use makes it COMMITTED. It
@@ -53,12 +53,12 @@ def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
     """Return the batch of `step`. Repeated requests get the same batch.
 
     A batch is `batch_groups` SCORED groups. Never trained groups come first. A group with a version of the
-    policy below `step − η` is dropped here. An unfinished group that has version `step − η`, or may still get
-    it, would be too old for the next step. Under `on_overtaken: wait`, the step waits for such groups up to a
-    time limit.
+    policy below `step − η` is dropped here. An unfinished group that contains version `step − η`, or may
+    still get units of this version, would be too old for the next step. Under `on_overtaken: wait`, the step
+    waits for such groups up to a time limit.
 
-    `step` is the next step to commit. If the trainer has the batch of that step, `step` may also be the one
-    after it."""
+    `step` is the next step to commit. If the trainer already has that step's batch, `step` may also be the
+    following step."""
     policy, step = message.policy, message.step
     if (refusal := refused(index, policy, message.epoch)) is not None:
         return refusal
@@ -81,9 +81,9 @@ def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
 
 def _only_after_commit(index: Index, policy: str, step: int) -> Waiting | None:
     """Return the reason if the batch of `step` must wait for the commit of the step before. It must wait
-    while that commit can still decide which units are valid. This holds until the redo log ends, and while
-    the running epoch has published the same weights as an earlier epoch. The commit then makes the later
-    versions of that earlier epoch valid or abandoned."""
+    while that commit can still decide which units are valid: until the redo log ends, and while the running
+    epoch has published the same weights as an earlier epoch. The commit then makes the later versions of that
+    earlier epoch valid or abandoned."""
     done = index.consumer(policy).v_train
     if index.plans(policy, step):
         why = "steps are done again"
@@ -193,14 +193,15 @@ class _Assembly:
         self.tx.drop_for(group.group_id, self.policy, reason)
 
     def _drop_stale(self) -> None:
-        """Drop groups that are too old for the step. Of a leased group, only episodes that have arrived
+        """Drop groups that are too old for the step. In a leased group, only the episodes that have arrived
         count."""
         for group in self._aged(self.rules.lowest_version(self.step) - 1):
             if too_old(self.tx.rules, group, self.policy, self.step):
                 self._drop(group, "stale")
 
     def _aged(self, version: int) -> list[GroupRecord]:
-        """Return the unbatched groups that have `version` or an older one, or may get it while leased."""
+        """Return the unbatched groups with units of `version` or older, or whose lease may still bring such
+        units."""
         aged = []
         for group_id in self.mine.aging:
             if self.tx.index.groups[group_id].oldest_version(self.policy) > version:
@@ -232,8 +233,8 @@ class _Assembly:
         return [(groups[place], "due" if place in due else "") for place in places]
 
     def _used_before(self, most: int) -> Chosen:
-        """Return either all `most` groups that were trained before, or none. A step that must wait in any
-        case waits for new groups instead."""
+        """Return `most` groups that were trained before, or none. There are none if too few exist (the step
+        then waits for new groups), or if an unfinished group would become too old."""
         if most <= 0 or len(self.mine.reusable) < most:
             return []
         eta, size = self.rules.max_staleness, self.rules.batch_groups
@@ -265,8 +266,7 @@ class _Assembly:
 
     def _wait_for_overtaken(self, chosen: list[GroupRecord]) -> Waiting | None:
         """Return a reason if the step waits for overtaken groups. It does not wait if all of `chosen` are new
-        and as old as the overtaken groups, because none of them could then give its place to an overtaken
-        group."""
+        and as old as the overtaken groups: no chosen group could then give up its place."""
         tx, step = self.tx, self.step
         limit = self.rules.lowest_version(step)
         overtaken = [group for group in self._aged(limit) if group.state in UNFINISHED]
@@ -414,8 +414,8 @@ def lease_wait(index: Index) -> str:
 
 
 def batch_wait(index: Index, policy: str) -> str:
-    """Return what the next step of `policy` waits for. The result is empty if its batch exists or can be
-    made, or if no step is left."""
+    """Return what the next step of `policy` waits for. The result is empty if the step's batch exists or can
+    be made, or if no step is left."""
     rules, step = index.rules.consumers[policy], index.consumer(policy).v_train
     ready = index.consumers[policy].group_counts[GroupState.SCORED]
     # smaller than a batch if some of its groups were dropped
@@ -440,8 +440,8 @@ def masked_below(rules: Rules, policy: str, step: int) -> int:
 
 def too_old(rules: Rules, group: GroupRecord, policy: str, step: int) -> bool:
     """Return whether the group is too old for `step` of `policy` and all later steps. Without masking, one
-    unit below the step's lowest version makes the group too old. With masking, it is too old only if all its
-    units are below that version and no sample is missing."""
+    unit below the step's lowest version makes the group too old. With masking, the group is too old only if
+    all its units are below that version and no sample is missing."""
     lowest = rules.consumers[policy].lowest_version(step)
     oldest = group.training[policy].min_version
     if oldest == NO_VERSION or oldest >= lowest:
@@ -462,8 +462,8 @@ def newest_version(episode: EpisodeRecord, policy: str) -> int:
 
 
 def plans_from(index: Index, policy: str, step: int) -> Plans:
-    """Return the plans of `policy` in the redo log. The result is empty unless its trainer is redoing
-    steps."""
+    """Return the plans of `policy` in the redo log. The result is empty unless the policy's trainer is
+    redoing steps."""
     plans: defaultdict[str, list[int]] = defaultdict(list)
     for number, plan in index.plans(policy, step).items():
         for group_id in plan.group_ids:

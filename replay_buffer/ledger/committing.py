@@ -34,8 +34,8 @@ from replay_buffer.ledger.transaction import Decision, Transaction, fault
 
 class Copy(msgspec.Struct, frozen=True):
     """The ledger inside a checkpoint: the figures, and every group that a later step may train. Groups that
-    are TRAINED for good are part of the checkpoint's weights. Episode bytes and all other records stay in
-    Redis."""
+    are TRAINED and cannot be used again are left out, because the checkpoint's weights contain them. Episode
+    bytes and all other records stay in Redis."""
 
     schema: int
     meta: LedgerMeta
@@ -46,8 +46,8 @@ def commit(index: Index, message: Commit, now_ms: int) -> Decision:
     """Commit `step`, which is trained and published. Its groups become TRAINED, or SCORED if they may be used
     again. A repeated commit changes nothing.
 
-    If an earlier epoch published different weights as version `step + 1`, the units that it sampled from that
-    version on are abandoned."""
+    If an earlier epoch published different weights as version `step + 1`, the units sampled from this or a
+    later version of that epoch are abandoned."""
     policy, step = message.policy, message.step
     if (refusal := refused(index, policy, message.epoch)) is not None:
         return refusal

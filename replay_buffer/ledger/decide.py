@@ -54,7 +54,7 @@ class ExtendDeadlines:
 
 @dataclass(frozen=True)
 class BufferStarted:
-    """Report that a buffer has started on the ledger of a failed job, which is thereby resumed."""
+    """Report that a buffer has started on the ledger of a failed job. This resumes the job."""
 
 
 @dataclass(frozen=True)

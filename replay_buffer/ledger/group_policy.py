@@ -2,9 +2,9 @@
 
 Under `complete`, a group waits for all its samples. The other two policies set a deadline, which counts from
 the group's first lease. At the deadline, `deadline_drop` drops the group. `deadline_partial` continues with
-the stored samples, if there are enough, and missing samples become ABSENT. It does the same for a group that
-has used up its leases. The deadline limits only generation. Stored samples get as much time as their scoring
-needs.
+the stored samples, if there are enough, and missing samples become ABSENT. The policy does the same for a
+group that has used up its leases. The deadline limits only generation. Stored samples get as much time as
+their scoring needs.
 
 The policy for verdicts (`verdicts.py`) may also make a sample MASKED. A MASKED sample does not count as
 available. A group with too few available samples ends immediately, even if other samples are still expected.
@@ -25,10 +25,9 @@ DRAINED = "drained"  # Reason of a worker that stops as planned and returns a le
 
 
 def end_lease(tx: Transaction, group: GroupRecord, reason: str) -> None:
-    """End a live lease with missing samples. Stored samples stay. A new lease names only the missing samples.
-
-    After `MAX_LEASES` leases, the group gets no other. Leases returned by a draining worker (`drained`) do
-    not count."""
+    """End a live lease with missing samples. Stored samples stay. A new lease is for the missing samples
+    only. After `MAX_LEASES` leases, the group gets no further lease. Leases returned by a draining worker
+    (`drained`) do not count."""
     tx.set_lease(group.leases[-1], None)
     handed_over = group.handed_over + (reason == DRAINED)
     group = tx.move(group, GroupState.QUEUED, reason, handed_over=handed_over)
@@ -48,8 +47,8 @@ def finish(tx: Transaction, group: GroupRecord) -> None:
 
 
 def has_too_few(rules: Rules, group: GroupRecord, *, without: int = 0) -> bool:
-    """Return whether a group with masked episodes can no longer reach `min_scored` scores. `without` is the
-    number of pending episodes to count as lost."""
+    """Return whether a group with masked episodes can no longer reach `min_scored` scores. `without` pending
+    episodes count as lost."""
     masked = group.count(EpisodeState.MASKED)
     given_up = masked + group.count(EpisodeState.ABSENT) + without
     return masked > 0 and len(group.episodes) - given_up < rules.min_scored

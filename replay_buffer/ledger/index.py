@@ -1,7 +1,7 @@
 """The ledger in memory: the records in Redis, and figures derived from them.
 
-Only `apply` changes an index. The figures depend on the present records alone. So an index built from the
-records in Redis equals an index that applied every change in turn.
+Only `apply` changes an index. The figures depend on the present records alone. An index built from the
+records in Redis is therefore equal to one that applied every change in turn.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class Index:
         self._write(held)
 
     def gave(self, id_: str) -> bool:
-        """Return whether this very index issued the id of a lease or a claim."""
+        """Return whether this index, and not one of an earlier process, issued the id of a lease or a
+        claim."""
         return id_[1:].startswith(f"{self.nonce}.")
 
     # --- figures ---
@@ -153,7 +154,7 @@ class Index:
 
     @property
     def overtaken_due_ms(self) -> int | None:
-        """Return the time when the first trainer's wait for overtaken groups ends, or None if no trainer
+        """Return the earliest time at which a trainer's wait for overtaken groups ends, or None if no trainer
         waits."""
         waits = [consumer.overtaken for consumer in self.meta.consumers.values()]
         since_ms = min((wait.since_ms for wait in waits if wait is not None), default=None)
@@ -249,13 +250,13 @@ def _clocks(meta: LedgerMeta) -> list[tuple[str, int, int]]:
 
 def has_place(group: GroupRecord, policy: str) -> bool:
     """Return whether a group in the batch of a later step will still be trained in it. It will not if the
-    policy has dropped it, or if it is TRAINED and may not be used again."""
+    policy has dropped the group, or if the group is TRAINED and may not be used again."""
     return policy in group.training and group.state_for(policy) == GroupState.BATCHED
 
 
 def _oldest(group: GroupRecord) -> int:
-    """Return the smallest version of any policy in the group. Groups with small versions are probably needed
-    first."""
+    """Return the smallest version of any policy in the group. Groups with small versions are claimed first,
+    because they are probably needed first."""
     return min((training.min_version for training in group.training.values()), default=NO_VERSION)
 
 
@@ -315,8 +316,7 @@ class ConsumerIndex:
         """SCORED groups that were trained before and may be trained again. The least used come first, then
         the order of `ready`."""
         self.aging = SortedIndex()
-        """Unbatched groups that contain units of some version or are leased at a version, oldest version
-        first."""
+        """Unbatched groups with a known version, from their units or their lease, oldest version first."""
         self.group_counts = [0] * len(GroupState)
         self.reused = 0  # Trained groups that are SCORED or BATCHED again
         self.batched: dict[int, int] = {}  # Step → number of groups BATCHED for it

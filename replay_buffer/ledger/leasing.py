@@ -89,8 +89,9 @@ def pace_of(index: Index, policy: str) -> Pace | None:
 
 
 def space(index: Index) -> tuple[int, float, str]:
-    """Return how many new groups fit into the buffer, how many bytes are left for them, and the reason if
-    either is 0. While the buffer is full, generation waits. Generated episodes are never refused.
+    """Return how many new groups fit into the buffer, how many bytes are left for these groups, and the
+    reason if one of the two is 0. While the buffer is full, generation waits. Generated episodes are never
+    refused.
     """
     rules, waiting = index.rules, index.group_counts[GroupState.TRAINED]
     for_checkpoint = f"; {waiting} of its groups wait for a checkpoint" if waiting else ""
@@ -137,8 +138,8 @@ def lease(index: Index, message: Lease, now_ms: int) -> Decision:
 
 
 def _places(index: Index, policy: str, serving: VersionTag | None) -> tuple[int, str]:
-    """Return how many groups of `policy` a worker may lease at the version it serves, and the reason if it is
-    0."""
+    """Return how many groups of `policy` a worker may lease at the version it serves, and the reason if the
+    number is 0."""
     if serving is None:
         return 0, f"this worker serves no version of {policy}"
     running = index.consumer(policy)
@@ -151,8 +152,7 @@ def _places(index: Index, policy: str, serving: VersionTag | None) -> tuple[int,
 
 
 def _note_held_back(tx: Transaction, message: Lease, serving: Mapping[str, VersionTag]) -> None:
-    """Record that the pace grants a worker fewer groups than it asked for, although the staleness limit would
-    allow more."""
+    """Record that pacing, and not the staleness limit, gave a worker fewer groups than it asked for."""
     for policy in tx.index.consumers:
         demand = demand_of(tx.index, policy)
         if demand.pace is None or demand.pace.held_back > demand.pace.supplied or policy not in serving:
@@ -251,8 +251,9 @@ def drain(index: Index, message: Drain, now_ms: int) -> Decision:
 
 
 def _undelivered(index: Index, message: Heartbeat) -> list[LeaseRecord]:
-    """Return the leases of the worker that it does not know. They were granted before this process loaded the
-    ledger, so the reply that granted them was lost with the connection or with the earlier process."""
+    """Return the leases that the ledger has for the worker but that the worker does not know. They were
+    granted before this process loaded the ledger, and the reply with them was lost with the connection or the
+    earlier process."""
     known = set(message.lease_ids)
     unknown = sorted(index.leases_of.get(message.worker, set()).difference(known))
     return [index.leases[lease_id] for lease_id in unknown if not index.gave(lease_id)]
@@ -328,7 +329,7 @@ def lose(index: Index, places: Sequence[tuple[str, int]], now_ms: int) -> Decisi
     disk.
 
     `places` has (group id, sample) of the missing episodes. The groups' tasks are tried again. A group that
-    is already trained stays. If a trainer needs its bytes again, the trainer reports that they are
+    is already trained stays. If a trainer needs the group's bytes again, the trainer reports that they are
     missing."""
     tx = Transaction(index, now_ms)
     tx.count("bytes_lost", len(places))
@@ -423,8 +424,8 @@ def _problem(index: Index, group: GroupRecord, arrival: Arrival, lease_number: i
 
 def _of_versions(index: Index, policy: str, held: Versions, *, trained: bool) -> str:
     """Return why an episode cannot be stored because of the versions `held` of a policy's units, or an empty
-    string. If the policy does not train the group (`trained`), its units are context and may be of any
-    age."""
+    string. If the policy does not train the group (`trained` is false), the policy's units are context and
+    may be of any age."""
     if policy not in index.consumers:
         return ""
     running, rules = index.consumer(policy), index.rules.consumers[policy]

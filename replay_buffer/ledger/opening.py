@@ -42,7 +42,7 @@ from replay_buffer.ledger.records import (
 from replay_buffer.ledger.transaction import Decision, Transaction, fault
 
 KEPT = ("ids", "seq", "consumers", "draining", "failed", "generating", "scoring", "answering")
-"""Figures that a copy does not replace, or changes first."""
+"""Figures that `_adopt` does not take unchanged from a copy."""
 
 
 class OpenedWith(msgspec.Struct, frozen=True):
@@ -58,7 +58,8 @@ class OpenedWith(msgspec.Struct, frozen=True):
 
 
 def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
-    """Start a new trainer epoch of the policy at `step`. It fences every earlier epoch."""
+    """Start a new trainer epoch of the policy at `step`. Messages of every earlier epoch are refused from
+    then on."""
     policy, step = command.policy, command.step
     if policy not in index.consumers:
         return fault("invalid", f"this job trains {', '.join(index.consumers)}, and no policy {policy!r}")
@@ -180,8 +181,9 @@ def _adopt(tx: Transaction, policy: str, copy: Copy) -> None:
 
 
 def _adopted(tx: Transaction, policy: str, each: str, copy: Copy) -> Consumer:
-    """Return the figures of a consumer from the copy. The trainer of `policy` is opening now. Every other
-    trainer is fenced by one more epoch, and must resume at the step of the copy."""
+    """Return the figures of a consumer from the copy. The trainer of `policy` is opening now. The epoch of
+    every other trainer is increased by one, which excludes its running process. Each must resume at the step
+    of the copy."""
     now, then = tx.index.consumer(each), copy.meta.consumer(each)
     epoch = max(now.epoch, then.epoch)
     if each != policy:

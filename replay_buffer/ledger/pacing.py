@@ -10,18 +10,18 @@ It grants a lease if
 This is the admission formula with ahead / B in place of η. The rule looks for the smallest `ahead` that keeps
 the trainer from waiting. It changes `ahead` at each step, when the step's batch can be made:
 
-- The trainer waited, and in the last `WINDOW` steps a worker had asked for more than the pace allowed. Then
-  `ahead` grows by the number of groups that the trainer would have trained in `GAIN` times its wait, at most
-  by one batch. The wait is limited to a running mean of waits, because a single delay needs no permanent
+- The trainer waited. Then `ahead` grows by the number of groups that the trainer would have trained in `GAIN`
+  times its wait. The wait is limited to a running mean of waits, because a single delay needs no permanent
   lead.
-- Groups that were trained before took places of new groups (`buffer.max_reuse`). Then `ahead` grows by the
-  number of such groups.
+- Groups that were trained before took places of new groups (`buffer.max_reuse`). Then `ahead` also grows by
+  the number of such groups. In both cases it grows by at most one batch, and only if in the last `WINDOW`
+  steps a worker had asked for more groups than the pace allowed.
 - The trainer had enough groups. Then `ahead` shrinks by `LEAK` of a batch. Once in `WINDOW` steps, it also
   shrinks by a part of the groups that stayed unused at each of these steps.
 
-So a job settles at an `ahead` for which its trainer waits about LEAK / GAIN of its time, or up to LEAK /
-(GAIN · SMOOTH) if waits are rare and long. The rule looks back over `WINDOW` steps, because the present lack
-of groups may come from a worker that was held back some steps ago.
+In this way `ahead` settles where the trainer waits for about LEAK / GAIN of its time, or up to LEAK / (GAIN ·
+SMOOTH) if waits are rare and long. The rule looks back over `WINDOW` steps, because the present lack of
+groups may come from a worker that was held back some steps ago.
 
 If η ≥ 1, `ahead` is at least one batch, because workers must generate the next batch while a step is trained.
 """
@@ -68,8 +68,8 @@ def enough(
     now_ms: int,
 ) -> Pace:
     """Update the pace when the batch of `step` can be made. `spare` scored groups are left beyond the batch.
-    `reused` groups of the batch were trained before. `leads_ms` has the time from first lease to last verdict
-    of each other group."""
+    `reused` groups of the batch were trained before. For each other group of the batch, `leads_ms` has the
+    time from its first lease to its last verdict."""
     waited_ms = now_ms - pace.since_ms if pace.waits_for == step else 0
     fresh = replace(
         pace,

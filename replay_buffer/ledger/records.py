@@ -46,8 +46,8 @@ class LedgerRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StoredParts(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """Rewards of parts of an episode. `units` are little-endian float32, as in training. They take less than
-    half the bytes of msgpack numbers."""
+    """Rewards of parts of an episode. `units` are little-endian float32, as in training. Such bytes take less
+    than half the space of msgpack numbers."""
 
     segments: dict[int, float] = {}
     agents: dict[str, float] = {}
@@ -93,8 +93,8 @@ class Training(LedgerRecord, frozen=True, array_like=True, gc=False):
     """Progress of one policy's trainer with a group."""
 
     state: int = GroupState.SCORED
-    """State of the group for this trainer. SCORED until a batch takes the group, for the first time or again.
-    Then BATCHED, TRAINED, and finally COMMITTED or DROPPED. The value has no meaning before the group itself
+    """State of the group for this trainer: SCORED until a batch takes the group (also before another use),
+    then BATCHED, TRAINED, and finally COMMITTED or DROPPED. The value has no meaning before the group itself
     is SCORED."""
     min_version: int = NO_VERSION  # The oldest version of the policy in the group's episodes
     leased_version: int = NO_VERSION
@@ -258,9 +258,9 @@ def continued(lineage: Lineage, step: int, same_as: Sequence[int]) -> Lineage:
 
 
 def undecided(lineage: Lineage, step: int, min_epoch: int, max_version: int) -> bool:
-    """Return whether later steps decide if an episode is on the lineage. This is the case if it has units
-    newer than `step`, the newest version of the running epoch, from an earlier epoch that published the same
-    weights up to `step`."""
+    """Return whether later steps decide if an episode is on the lineage. `step` is the newest version of the
+    running epoch. The episode is undecided if an earlier epoch, which published the same weights up to
+    `step`, sampled units of it at a newer version."""
     return max_version > step and any(span.epoch == min_epoch and span.last == step for span in lineage)
 
 
@@ -325,7 +325,7 @@ class Streak(LedgerRecord, frozen=True, array_like=True, gc=False):
     tasks: tuple[tuple[int, int], ...] = ()  # (row, pass) of the first few different tasks that failed
     given_up: tuple[Attempt, ...] = ()  # Groups dropped because of these failures
     taken_back: tuple[Attempt, ...] = ()
-    """The first given-up attempt of each task that got another try during the streak."""
+    """Tasks that were given up and got another try during the streak, each by its first given-up attempt."""
 
 
 class Consumer(LedgerRecord, frozen=True, array_like=True, gc=False):

@@ -17,8 +17,8 @@ from areal_async.config.reward_routing import Routing
 from areal_async.data.tasks import TaskTable, pass_order, read_tasks
 
 MAX_LEASES = 5
-"""Most leases of one group. After that the group ends as it is (`group_policy.py`), because no worker has
-finished it."""
+"""Most leases of one group. If no worker has finished the group by then, it ends with the samples it has
+(`group_policy.py`)."""
 MAX_ATTEMPTS = 3
 """Most groups made from one task in one pass. A task gets another group if its group was dropped for a reason
 in `TRY_AGAIN` (`transaction.py`)."""
@@ -26,8 +26,9 @@ in `TRY_AGAIN` (`transaction.py`)."""
 
 @dataclass(frozen=True)
 class VerdictPolicy:
-    """Treatment of a verdict without a score. The episode is tried again while it has at most `retries` such
-    verdicts of any kind. After that, the group is dropped, the episode is masked, or the job fails."""
+    """Treatment of a verdict without a score. The episode is scored again while it has at most `retries`
+    verdicts without a score, of any kind. After that, the group is dropped, the episode is masked, or the job
+    fails."""
 
     retries: int = 1
     then: Literal["drop_group", "mask", "fail_job"] = "drop_group"
@@ -57,14 +58,14 @@ class Rules:
     lease_ms: int = 30_000
     claim_ms: int = 50_000  # A scorer without a heartbeat for this long loses its claims
     call_ms: int = 10_000
-    """Longest deadline of one scoring call, in ms. A claim lasts at most this long times its number of
+    """Longest deadline of one scoring call, in ms. A claim ends after at most this time for each of its
     episodes."""
     on_timeout: VerdictPolicy = VerdictPolicy()
     on_error: VerdictPolicy = VerdictPolicy()
     on_abstain: VerdictPolicy = VerdictPolicy(retries=0)
     faults_at_start: int = 64
-    """Number of consecutive answers at fault that ends the job. Only answers between the start and the first
-    success count. 0 turns this limit off."""
+    """The job ends if this many answers in a row are at fault before the first success. 0 turns this limit
+    off."""
     min_scored: int = 2
     routing: Routing | None = None
     """Rewards by task. None: every task has one scoring call per episode."""

@@ -1,10 +1,11 @@
-"""Choice of scored groups for a step: an order (`buffer.sampling`), which age can override.
+"""Choice of scored groups for a step: in the order `buffer.sampling`, except that groups near the age limit
+come first.
 
 A group of version `w` can be trained up to step `w + η`. After the batch of step `v` is made, the steps `v +
 1 … w + η` remain. They can take `(w + η − v)·B` groups of version `w` or older. If there are more such
 groups, step `v` must take the excess, oldest versions first. All other groups are taken in the chosen order.
-Admission grants no more groups than there are places. So under any order, no group is dropped if it arrives
-with the version of its lease.
+Admission grants no more groups than these steps have places. Under any order, a group whose units have the
+version of its lease is therefore never dropped.
 
 The functions are pure. They use only the ready groups.
 """
@@ -23,8 +24,9 @@ Key = tuple[float, ...]
 
 
 def rank(rules: Rules, group: GroupRecord, version: int) -> Key:
-    """Return the sort key of a scored group for a policy whose oldest version in it is `version`. The
-    smallest key comes first. Equal ranks are ordered by the older version, then by the older group."""
+    """Return the sort key of a scored group for a policy. `version` is the policy's oldest version in the
+    group. The smallest key comes first. Equal ranks are ordered by the older version, then by the older
+    group."""
     seq = group.seq
     if rules.sampling == "fifo":
         return (version, seq)
@@ -78,9 +80,8 @@ def choose(
 
 
 def overtaken_by_reuse(unfinished: Iterable[int], *, step: int, eta: int, batch_groups: int) -> int:
-    """Return how many unfinished groups would become too old if `step` took none of them.
-
-    Groups of version `step − η` or older do not count. `on_overtaken` decides whether a step waits for them.
+    """Return how many unfinished groups would become too old if `step` took none of them. Groups of version
+    `step − η` or older do not count here, because `on_overtaken` decides about them.
     """
     held = Counter(version for version in unfinished if version > step - eta)
     return max((n for _, n in _must_go(held, step=step, eta=eta, batch_groups=batch_groups)), default=0)

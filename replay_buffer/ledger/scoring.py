@@ -127,8 +127,8 @@ LARGEST_UNIT = 3.4028234e38  # The largest float32
 
 
 def checked(verdict: Verdict, episode: EpisodeRecord) -> Verdict:
-    """Return the score unchanged if its numbers are finite and it has no more parts than the episode.
-    Otherwise return an error of the reward, never a score of 0."""
+    """Return the score unchanged if its numbers are finite and its parts fit the episode. Otherwise return an
+    error of the reward, never a score of 0."""
     if not isinstance(verdict, Score):
         return verdict
     if not math.isfinite(verdict.value):

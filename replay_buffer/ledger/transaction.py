@@ -3,10 +3,10 @@
 A transaction is an overlay on an index. It reads from the index, keeps its changes to itself, and counts
 every transition with its reason.
 
-If every episode fails, the job ends with the reason and loses no task. The job ends when generating or
-scoring keeps failing over several tasks and for some time. Before the first success, a short time is enough.
-Tasks that were given up during such a streak of failures are queued again when the streak ends, or earlier if
-no other tasks are left to try.
+If every episode fails, the job ends with the reason, and its tasks are not lost. The job ends if generating
+or scoring fails for several tasks, without a success, for some time. Before the first success of the job, a
+short time is enough. Tasks that were given up during such a streak of failures are queued again when the
+streak ends, or earlier if no other tasks are left to try.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Transaction:
         self.set_meta(consumers={**self.meta.consumers, policy: changed})
 
     def set_training(self, group: GroupRecord, policy: str, **changes: Any) -> GroupRecord:
-        """Replace fields of a group's training by one policy, without a change of state."""
+        """Replace fields of the record of a group's training by one policy, without a change of state."""
         changed = replace(group.training[policy], **changes)
         return self.set_group(group, training={**group.training, policy: changed})
 
@@ -275,7 +275,7 @@ class Transaction:
         return self.set_group(group, **self.figures(group, _with(group, gone)))
 
     def figures(self, group: GroupRecord, episodes: tuple[EpisodeRecord, ...]) -> dict[str, Any]:
-        """Return the fields of `group` that follow from these episodes."""
+        """Return the values that fields of `group` have with these episodes."""
         training = {
             policy: replace(each, min_version=self.oldest(policy, episodes))
             for policy, each in group.training.items()
@@ -399,15 +399,15 @@ def is_hopeless(tx: Transaction, streak: Streak) -> bool:
 
 
 def _never_judged(tx: Transaction, streak: Streak) -> bool:
-    """Return whether so many answers were at fault, while none was judged, that the answers cannot be the
-    cause."""
+    """Return whether many answers were at fault and none was judged. The cause is then probably not the
+    answers."""
     most = tx.rules.faults_at_start
     return bool(most) and not streak.succeeded and streak.count >= most and len(streak.tasks) >= TASKS
 
 
 def note_given_up(tx: Transaction, group: GroupRecord, reason: str) -> None:
-    """Record that the group was dropped for `reason`. During a streak, remember its task to try it again
-    later. If the job is about to end, queue the task again immediately."""
+    """Record that the group was dropped for `reason`. During a streak of failures, remember the group's task,
+    to try it again later. If the job is about to end, queue the task again immediately."""
     what = GIVEN_UP.get(reason)
     if what is None:
         return
@@ -421,8 +421,8 @@ def note_given_up(tx: Transaction, group: GroupRecord, reason: str) -> None:
 
 
 def take_back(tx: Transaction, has_room: Callable[[Iterable[str]], bool]) -> GroupRecord | None:
-    """Queue a new attempt at a task that was given up in a streak over several tasks, if its policies have
-    room. Called when no other tasks are left, because only another try can then end the streak. Return None
+    """Queue a new attempt at a task that was given up in a streak over several tasks, if the task's policies
+    have room. Called when no other tasks are left: then only such an attempt can end the streak. Return None
     if no task fits."""
     for what in WORDS:
         streak: Streak = getattr(tx.meta, what)

@@ -1,9 +1,9 @@
 """Verdicts: results of scoring, and their effect on an episode and its group.
 
-A score is final. Any other verdict is tried again as often as the policy of its kind says
+A score is final. After any other verdict, scoring is tried again as often as the policy of its kind says
 (`reward.on_timeout`, `on_error`, `on_abstain`). After that, the group is dropped, the episode is MASKED and
 the group continues without it, or the job ends. A verdict without a score is never a reward of 0. An answer
-that could not be judged by its own fault does get a score (`reward.on_fault.score`). In a group that is
+that is itself the reason why it cannot be judged gets the score `reward.on_fault.score`. In a group that is
 scored as one, all episodes are scored again together.
 """
 
@@ -78,8 +78,8 @@ def _taken(
 
 
 def _note_score(tx: Transaction, group: GroupRecord, score: Score, episode_id: str) -> None:
-    """Record a score for the streaks of failures. The score of an answer at fault proves nothing about the
-    reward, which did not judge the answer."""
+    """Record a score, which may end a streak of failures. The score of an answer at fault does not show that
+    the reward works, because the reward did not judge the answer."""
     if not score.at_fault:
         try_succeeded(tx, "scoring")
         try_succeeded(tx, "answering")

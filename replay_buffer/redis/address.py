@@ -98,8 +98,8 @@ class StoreError(ArealError):
 
 
 class StoreUnavailable(StoreError):
-    """Redis does not answer, or has refused a write. An unacknowledged write may or may not be stored. Once
-    the index is rebuilt, the client can send the same message again."""
+    """Redis does not answer, or has refused a write. It is unknown whether an unacknowledged write was
+    stored. Once the index is rebuilt, the client can send the same message again."""
 
     restart_helps = True
 

@@ -135,8 +135,8 @@ class RedisConnection(asyncio.Protocol):
         self._end(f"Redis closed the connection{f': {error}' if error else ''}")
 
     def _send(self, pieces: list[bytes | memoryview]) -> None:
-        """Send pieces a portion at a time. Otherwise the transport would copy all unsent bytes after each
-        partial send."""
+        """Send the pieces in portions. If they were sent at once, the transport would copy all unsent bytes
+        after each partial send."""
         assert self._transport is not None
         for piece in pieces:
             for start in range(0, len(piece), PIECE_BYTES):
@@ -194,7 +194,7 @@ def _pieces(command: Sequence[Argument]) -> list[bytes | memoryview]:
 
 
 def checked(answer: Any) -> Any:
-    """Return an answer of Redis. Raises its exception if it is an error."""
+    """Return an answer of Redis. If the answer is an error, raise the exception for it."""
     if isinstance(answer, hiredis.ReplyError):
         raise refusal(str(answer))
     return answer

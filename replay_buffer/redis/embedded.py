@@ -35,8 +35,8 @@ LOCK_LIMIT_S = 20.0  # Longest wait for the end of an earlier server
 START_LIMIT_S = 20.0  # Longest start, without the time to read the append-only file
 STOP_LIMIT_S = 3.0
 HANG_S = 40.0
-"""Seconds without an answer after which the server is killed and restarted. The count begins with the first
-failed check, and the front has waited 20 s for an answer before that."""
+"""Seconds without an answer after which the server is killed and restarted. They count from the first failed
+check, which comes 20 s after the front began to wait for an answer."""
 START_ROOM_BYTES = 1 << 20
 """Least free disk space for a start. With `appendfsync always` and a full disk, the server would exit at its
 first write after every restart."""
@@ -82,9 +82,9 @@ class EmbeddedRedis:
         """Start the server unless it runs, and wait until it has read its files and answers.
 
         If the log ends inside a transaction, the server is started twice before it is used. The first start
-        cuts off only the incomplete command and leaves the transaction open. If the server appended its next
-        transaction there, a later start would restore half of the lost one. At the second start, the log ends
-        between two commands, so the server drops the whole open transaction."""
+        cuts off only the incomplete command, so the log then ends with an open transaction. If the server
+        appended further transactions there, a later start would restore a part of the open one. The second
+        start finds a log that ends between two commands, and drops the whole open transaction."""
         if self.pid is not None and not await self._end_if_hung():
             return
         binary = find_redis_server()
@@ -106,7 +106,7 @@ class EmbeddedRedis:
 
     async def _end_if_hung(self) -> bool:
         """Kill the running server if it has answered nothing for `HANG_S`, and return whether it was killed.
-        With tier `memory`, a kill would lose all data, so this waits instead."""
+        With `durability: memory`, a kill would lose all data, so this function waits instead."""
         now_s = asyncio.get_running_loop().time()
         try:
             (await RedisConnection.open(self.url)).close()

@@ -1,14 +1,14 @@
 """Storage of large episodes outside the hash of their group (docs/decisions/0006).
 
 The hash `…:large` has the place of each large episode. The script call that writes the ledger also writes
-this hash. So either both the record of an episode and its place exist, or neither does. Partial writes of a
-crash are removed when the store is opened. Keys are added to the set `…:staged` before they are written, and
-the ledger write that refers to them removes them from the set. So keys in the set are leftovers of a crash.
-Files that no record refers to are removed too.
+this hash. Therefore the record of an episode and its place either both exist or are both missing. Partial
+writes of a crash are removed when the store is opened. Keys are added to the set `…:staged` before they are
+written, and the ledger write that refers to them removes them from the set. When the store is opened, keys in
+the set are therefore leftovers of a crash. Files that no record refers to are removed too.
 
-A file is complete before its name is published. It is also flushed to disk, except with tier `memory`. Files
-of freed episodes stay for `GRACE_S`, because with tier `everysec` a Redis that has lost its last second may
-refer to them again. A name is never used twice.
+A file is complete before its name is published. It is also flushed to disk, except with `durability: memory`.
+Files of freed episodes stay for `GRACE_S`, because with `durability: everysec` a Redis that has lost its last
+second may refer to them again. A name is never used twice.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from replay_buffer.routes import PREFIX as ROUTES_PREFIX
 from replay_buffer.routes import LateRemoval
 
 KEY_BYTES = 32 << 10
-"""Size from which Redis reads an argument directly into the buffer that it keeps as the value, without a
-copy."""
+"""Smallest size of an argument that Redis does not copy: it reads the argument directly into the buffer of
+the value."""
 CHUNK_BYTES = 1 << 20
 FILE_BYTES = 1 << 20
 EPISODES = "episodes"  # Folder of the files, beside the files of the job's own Redis
@@ -84,7 +84,7 @@ class Large:
         return None if samples is None else samples.get(sample)
 
     def uses(self, group_id: str, name: str) -> bool:
-        """Return whether an episode of that group is in that file."""
+        """Return whether an episode of this group is in this file."""
         return any(ref.name == name and not ref.chunks for ref in self._refs.get(group_id, {}).values())
 
     def in_files(self) -> Iterator[tuple[EpisodeKey, BlobRef]]:

@@ -1,8 +1,9 @@
 """The ledger and the episodes in Redis.
 
-Promises: `open` takes over the job and fences every earlier front by its epoch. After that, only this store
-can change the loaded data. The store refuses a Redis that could lose the ledger, because it evicts keys or
-does not persist as the configured tier needs. The error names the setting to change."""
+Promises: `open` takes over the job with a new epoch, so that Redis refuses the writes of every earlier front.
+After that, only this store can change the loaded data. The store refuses a Redis that could lose the ledger,
+because it evicts keys or persists less than `buffer.durability` needs. The error names the setting to
+change."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ _decode_batch = msgspec.msgpack.Decoder(BatchPlan).decode
 
 @dataclass(frozen=True)
 class Opened:
-    """A ledger that was just taken over. `idle_ms` is the time since its last write if this store had the
-    ledger before. `lost_writes` counts writes that were confirmed to this store or an earlier front and are
-    now missing."""
+    """A ledger that was just taken over. `idle_ms` is the time since the ledger's last write if this store
+    had the ledger before. `lost_writes` counts writes that were confirmed to this store or an earlier front
+    and are now missing."""
 
     records: LedgerRecords
     revision: int
@@ -83,8 +84,8 @@ class Store:
         self._writer: LedgerWriter | None = None
         self._confirmed = confirmed
         self._owner = secrets.token_hex(8)
-        """Id of this front in Redis, where it marks the owner of the ledger. Epochs alone cannot distinguish
-        a front from its successor."""
+        """Id by which Redis knows this front as the owner of the ledger. Epochs alone cannot distinguish a
+        front from its successor."""
         self._sha = ""
 
     @property
@@ -256,9 +257,9 @@ class Store:
         """Increase the epoch, whichever front had the ledger. Redis then refuses every write under an older
         epoch, also unconfirmed writes of this front. Return the revision found.
 
-        A front that had the job takes it back only if no other front took it since. An own attempt whose
-        answer was lost does not count as another front. An epoch older than this front's does not count
-        either, because it means that Redis has lost the data from the time when this front took over."""
+        A front that had the job takes it back only if no other front took it since. Two cases do not count as
+        another front: an own attempt whose answer was lost, and an epoch older than this front's. Such an
+        epoch means that Redis has lost the writes since this front took over."""
         ask = self._connected.ask
         sha = await ask("SCRIPT", "LOAD", TAKE_SCRIPT)
         front, owner, state = await ask("HMGET", self._keys.meta, "front", "owner", "state")

@@ -1,11 +1,11 @@
 """Writes to Redis, in order, with many writes in flight.
 
-Promises: writes reach Redis in the order of `submit`, each completely or not at all. With tier `always`,
-writes in flight share an fsync. After the first write that is not confirmed, no later write is confirmed. All
-of them fail with the same error, and `on_failure` is called immediately, once.
+Promises: writes reach Redis in the order of `submit`, each completely or not at all. With `durability:
+always`, writes in flight share an fsync. After the first write that is not confirmed, no later write is
+confirmed. All of them fail with the same error, and `on_failure` is called immediately, once.
 
-A write contains the revision of the ledger at which it was decided. So Redis refuses a write that was based
-on a failed one.
+A write contains the revision of the ledger at which it was decided. Redis can therefore refuse a write that
+was based on a failed one.
 
     areal:{job}:meta       hash: schema, front, owner, revision, alive_ms, wall_ms, state (a `LedgerMeta`)
     areal:{job}:groups     hash: group id → `GroupRecord`
@@ -17,8 +17,8 @@ on a failed one.
     areal:{job}:b:<n>      string: a chunk of a large episode
     areal:{job}:staged     set: written chunks that no record refers to yet
 
-The job's name is the hash tag of every key. So in a Redis Cluster, all keys of a job are on one shard, while
-different jobs may be on different shards.
+The job's name is the hash tag of every key. In a Redis Cluster, all keys of a job are therefore on one shard,
+while different jobs may be on different shards.
 """
 
 from __future__ import annotations
@@ -143,10 +143,8 @@ def check_answer(answer: Any) -> None:
 
 
 class LedgerClock:
-    """Clock of a job's ledger, in milliseconds. While a front has the ledger, it follows the front's
-    monotonic clock. Between two fronts, it stands still. So the time left until a deadline does not shrink
-    between two fronts.
-
+    """Clock of a job's ledger, in milliseconds. While a front has the ledger, the clock follows the front's
+    monotonic clock. Between two fronts it stands still, so the time left until a deadline does not shrink.
     Changes of the system clock do not affect it. The system clock only sets the first time of a new ledger.
     """
 
@@ -159,7 +157,7 @@ class LedgerClock:
 
     def begin(self, alive_ms: int | None) -> int:
         """Continue from `alive_ms`, the time of the ledger's last write (None for a new ledger). A clock that
-        is already running keeps its time. Return how far it is ahead of `alive_ms`."""
+        is already running keeps its time. Return by how much the clock is ahead of `alive_ms`."""
         if self._offset_ms is None:
             began_ms = self._wall() * 1000 if alive_ms is None else alive_ms
             self._offset_ms = began_ms - self._monotonic() * 1000

@@ -1,5 +1,5 @@
-"""Search for the part that limits a job, and for changes that would balance it. It simulates the job with
-each part faster, and with other settings. Pure, for given costs."""
+"""Search for the part that limits a job, and for changes that would balance it. The search simulates the job
+with each part faster, and with other settings. Its result depends only on its arguments."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Advice:
 
 def advise(rules: Rules, shape: Shape, costs: Costs, *, steps: int, off: float = 0.0) -> Advice:
     """Simulate the job, the job with each part faster, and its alternatives. `off` is the relative error of
-    the simulation for the real job. Differences smaller than `off` are ignored."""
+    the simulation, compared with the real job. Differences smaller than `off` are ignored."""
 
     def outcome(
         change: str, rules: Rules, shape: Shape, costs: Costs, seeds: tuple[int, ...] = SEEDS

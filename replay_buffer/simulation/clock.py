@@ -31,7 +31,7 @@ class Clock:
 
     @property
     def work_ms(self) -> float:
-        """Work that a piece would have done by now if it had run since time 0 without a break."""
+        """Work that one piece of work would have done by now if it had run since time 0 without a break."""
         return self._at_work_ms + (self.now_ms - self._at_ms) * self._rate
 
     def after(self, delay_ms: float, event: Event) -> None:

@@ -49,8 +49,8 @@ class Spread(Section):
         return value if self.most is None else min(value, self.most)
 
     def expected(self) -> float:
-        """Return the mean of the drawn values. If `most` truncates a lognormal, it is estimated from many
-        draws."""
+        """Return the mean of the drawn values. If `most` truncates a lognormal distribution, the mean is
+        estimated from many draws."""
         if not self.quantiles and (not self.sigma or self.most is None):
             assert self.mean is not None
             return self.mean if self.most is None else min(self.mean, self.most)

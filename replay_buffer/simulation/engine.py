@@ -28,12 +28,12 @@ class SimulatedEngine:
     """Engine that samples for up to `slots` requests at once, one token each per pass. Other requests wait.
 
     A pass with n requests takes `pass_s + n · request_s`. In this time, every request advances by one token.
-    `_moved` is the number of tokens that a request running since time 0 would have. Between two changes of n
-    it grows evenly, and it stands still while the engine does other work.
+    `_moved` is the number of tokens that a request would have that runs since time 0. This number grows
+    evenly between two changes of n, and stands still while the engine does other work.
 
     Prompts are computed in separate passes. One such pass takes all prompts that arrived during the pass
-    before, and gives each request its first token. If `costs` has no costs of prompts, the first token costs
-    the same as any other."""
+    before, and gives each request its first token. If `costs` has no costs for prompts, the first token costs
+    as much as any other token."""
 
     def __init__(self, clock: Clock, costs: EngineCosts, slots: int) -> None:
         self._clock = clock
@@ -68,7 +68,7 @@ class SimulatedEngine:
     def submit(self, answers: Sequence[SimulatedAnswer], *, shared_prompt: float) -> None:
         """Accept requests with a common prompt of `shared_prompt` tokens, computed once for all of them."""
         self._move()
-        # It has begun, so these prompts go into the next pass
+        # The last pass over prompts has begun, so these prompts go into the next one
         if self._clock.work_ms > self._prompts_from_ms:
             self._prompts_from_ms = self._from_work_ms + (self._pass_ms if self._running else 0.0)
             self._hold(self._costs.prefill_s)

@@ -5,8 +5,8 @@ is applied to a real index. The events that wake waiting clients are real too. `
 durations.
 
 The simulated ledger has one episode per group, which is stored and scored when the last real episode would be
-done. So a group of sixteen costs the simulation as much as a group of one, and only the rules for partial
-groups would act differently. No process dies, and no lease expires.
+done. The simulation of a group of sixteen thus costs as much as that of a single episode. Only the rules for
+partial groups are not simulated in this way. No process dies, and no lease expires.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SimulatedWorld(Protocol):
         """Train a step, then call `SimulatedJob.trained`."""
 
     def publish_ms(self) -> tuple[float, float]:
-        """Return for how long a publication blocks the trainer, and how long it then continues beside the
+        """Return for how long a publication blocks the trainer, and for how long it then continues during the
         next step."""
 
     def exchange_ms(self, worker: int) -> float:
@@ -260,7 +260,7 @@ class SimulatedJob:
                 break
 
     def lease(self, worker: int) -> None:
-        """Request as many groups for the worker as it has room for."""
+        """Request groups for the worker, as many as the worker has room for."""
         room = 0 if self._refused[worker] else self._world.room(worker, self.v_train)
         if not room:
             return
@@ -319,7 +319,8 @@ class SimulatedJob:
             self.clock.after(max(1, due_ms - self._now_ms), self._ask)
 
     def trained(self) -> None:
-        """Handle the end of a step. It is published once the previous step is published."""
+        """Handle the end of a step. Its weights are published once those of the previous step are
+        published."""
         if self._step == self.v_train:
             self._publish(self._step)
         else:

@@ -29,7 +29,7 @@ class Shape:
     max_concurrent: int = 256
     """Most episodes that one engine runs at once."""
     longest_answer: int = 1 << 30
-    """Most tokens of an answer, which is then truncated."""
+    """Most tokens of an answer. A longer answer is truncated."""
     reward_workers: int = 1
     ranks: int = 1
     checkpoint_every: int = 1
@@ -108,7 +108,7 @@ class Queue:
 
 class MeasuredWorld:
     """World of a job with a `shape` whose parts have `costs`. Lengths and scoring times depend only on (seed,
-    group). So two jobs with different η draw the same values."""
+    group), so two jobs with different η draw the same values."""
 
     def __init__(self, rules: Rules, shape: Shape, costs: Costs, *, seed: int = 0) -> None:
         cores = costs.machine.cores

@@ -75,7 +75,7 @@ class Window:
         )
 
     def sums(self, prefix: str, what: str) -> list[float]:
-        """Return the growth of sums, or an empty list if there are none."""
+        """Return the growth of the sums of this name, or an empty list if there are none."""
         told = [
             (self.first["services"][name].get(what, ()), self.last["services"][name].get(what, ()))
             for name in self.named(prefix)
@@ -159,9 +159,9 @@ def measured(runs: Sequence[Run]) -> Costs:
 
 
 def _engine(windows: Sequence[Window]) -> tuple[float, float, float, float, float]:
-    """Return five figures in seconds: for a pass, for each request in it, for a pass over prompts, for a
-    prompt's token, and for all passes together. The last is 0 if the engine does not measure passes. Then the
-    cost of a token is only right for engines as loaded as those of the runs."""
+    """Return five figures in seconds: for a decode pass, for each request in it, for a pass over prompts, for
+    a token of a prompt, and for all passes together. The last figure is 0 if the engine does not measure
+    passes. The cost of a token is then right only for engines with the same load as in the runs."""
     told = [sums for window in windows if (sums := window.sums("rollout", "passes"))]
     if not told:
         tokens = sum(window.used("rollout", "tokens") for window in windows)

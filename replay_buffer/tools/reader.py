@@ -33,7 +33,7 @@ from replay_buffer.redis.writer import Keys
 
 @dataclass(frozen=True)
 class Look:
-    """A ledger as of the time `now_ms` of its own clock, which for an ended run is the time of its last
+    """A ledger as of the time `now_ms` of the ledger's clock. For an ended run this is the time of the last
     write."""
 
     index: Index

@@ -46,7 +46,8 @@ def stats_live(run: Run) -> BufferStats:
 
 
 async def stats_ended(run: Run) -> tuple[BufferStats, int]:
-    """Return the figures in the ledger of an ended run, and how many milliseconds ago it was written."""
+    """Return the figures in the ledger of an ended run, and how many milliseconds ago the ledger was last
+    written."""
     async with open_reader(run) as reader:
         look = await reader.look()
     figures = msgspec.structs.replace(stats_of(look.index, look.now_ms), redis_bytes=look.redis_bytes)

@@ -22,8 +22,8 @@ def make_tokenizer(characters: str = CHARACTERS, words: Sequence[str] = ()) -> P
     characters are those of arithmetic. It adds no special token to a prompt.
 
     The tokenizer is a BPE tokenizer whose merges produce the words. For a Qwen2 model, `AutoTokenizer` always
-    uses Qwen2's pre-tokenizer. BPE with merges gives the same tokens with this pre-tokenizer as without
-    it."""
+    uses Qwen2's pre-tokenizer. With these merges, BPE gives the same tokens with and without that
+    pre-tokenizer."""
     merges = [(word[:end], word[end]) for word in words for end in range(1, len(word))]
     pieces = dict.fromkeys([PAD, EOS, UNKNOWN, *characters, *(a + b for a, b in merges)])
     vocabulary = {token: index for index, token in enumerate(pieces)}

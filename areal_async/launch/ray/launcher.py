@@ -74,7 +74,7 @@ from areal_async.rpc.endpoints import HELD_VARIABLE
 from areal_async.service.context import SERVED_VARIABLE
 
 HOME = "home"
-"""Node id of the supervisor's host. No process that Ray places shares its memory."""
+"""Node id of the supervisor's host. No process that Ray places shares memory with this host's processes."""
 LEAST_CPUS = 0.01  # Every place in a group must reserve at least this
 NEWS_S = 1.0
 UNHEARD_S = 3 * NEWS_S  # Seconds without an answer of its host after which a process counts as unheard
@@ -93,7 +93,7 @@ log = get_logger("launcher")
 
 
 class Cancelled(Exception):
-    """The process must end before it has started."""
+    """The run ends before the process has started."""
 
 
 @dataclass
@@ -322,7 +322,7 @@ class RayLauncher:
         self._endpoint = self._hold_port()
 
     def _hold_port(self) -> str:
-        """Reserve a port of this host for this process and its children, and return its endpoint."""
+        """Reserve a port of this host for this process and its children, and return the endpoint."""
         sock = listen_in(self._home.address, self.section.ports)
         endpoint = f"tcp://{self._home.address}:{sock.getsockname()[1]}"
         self._held[endpoint] = sock

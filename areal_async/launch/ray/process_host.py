@@ -4,8 +4,8 @@ Promises:
 
 - A port that is reserved for the process stays reserved while this host lives, also after a death of the
   process.
-- The reader states how many bytes of each log and event file it has, and gets the bytes after these. So no
-  byte is lost or repeated.
+- The reader of a log or event file states how many bytes it has, and gets the bytes after these. No byte is
+  lost or repeated.
 - After `close`, or after the death of this host, nothing of the process is left running.
 - The run's folders on a node are removed after the last host of the run there has ended: by that host, or by
   the next run on the node.
@@ -218,7 +218,8 @@ def pieces_of(root: Path, paths: Iterable[Path], have: Mapping[str, int]) -> Ite
 
 
 def write_confirmed(run_dir: Path, revision: int) -> None:
-    """Store the newest revision that Redis has confirmed, for the next process of the buffer."""
+    """Store the newest revision of the ledger that Redis has confirmed, for the next process of the
+    buffer."""
     (run_dir / CONFIRMED).parent.mkdir(mode=0o700, exist_ok=True)
     write_whole(run_dir / CONFIRMED, revision.to_bytes(8, "little", signed=True))
 
@@ -241,7 +242,8 @@ def is_secret(variable: str, role: Role) -> bool:
 
 
 def served_by(place: ServicePlace) -> list[str]:
-    """Return the names of the process's servers whose ports other processes need before the process runs."""
+    """Return the names of the process's servers whose ports are reserved before its start, because others
+    need them."""
     if place.role == "trainer" and not place.is_first:
         return ["status"]
     served: Mapping[Role, list[str]] = {

@@ -2,8 +2,8 @@
 
 Each logger runs in its own thread and reads the files that the supervisor writes: `metrics.jsonl`, and the
 sample files beside it. Therefore a logger cannot delay the run, and values that are not logged yet stay in
-the files. A server outage, a hang or a slow network costs no memory and loses nothing during the run. If a
-logger raises an error, the values of that call are skipped, counted and logged. At the end of a run the
+the files. If the logger's server is down, hangs or is slow, the run loses nothing and needs no more memory.
+If a logger raises an error, the values of that call are skipped, counted and logged. At the end of a run the
 loggers have `CLOSE_S` to finish.
 
 `observe.loggers` names parts of the kind "logger". A part is called with a `LoggedRun` and its arguments, and
@@ -98,7 +98,7 @@ def figures_of(record: Mapping[str, Any], prefix: str = "") -> tuple[int, dict[s
 def missing_package(
     package: str, job: JobConfig, arguments: Mapping[str, Any], field: str
 ) -> Iterator[Mistake]:
-    """Yield a mistake if the package of a logger, which has the logger's name, is not installed."""
+    """Yield a mistake if the package of a logger is not installed. The package has the logger's name."""
     if importlib.util.find_spec(package) is None:
         yield Mistake(
             field.rpartition(".")[0] + ".name",

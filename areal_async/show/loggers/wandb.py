@@ -71,8 +71,8 @@ class WeightsAndBiases:
 
     def close(self, ending: str) -> None:
         """Close the run, and return when all figures are in the files. `finish` returns before wandb's
-        service process has written the end of an offline run. Therefore the last closing run waits until that
-        process has exited, unless a run of other code uses it."""
+        service process has written the end of an offline run. Therefore the last run to close waits until
+        that process has exited, unless a run of other code uses it."""
         import wandb
 
         self._run.finish(exit_code=0 if ending == "finished" else 1)

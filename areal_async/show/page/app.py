@@ -54,8 +54,8 @@ TOKEN_BYTES = 24
 LONGEST_SEARCH = 200
 
 Guard = Callable[[Request], None]
-"""Function that raises an error if it refuses a request. `refusal` of `page_routes` turns the error into the
-response."""
+"""Function that raises an error to refuse a request. The parameter `refusal` of `page_routes` turns the error
+into the response."""
 
 
 class RunSource(Protocol):
@@ -159,7 +159,7 @@ def _json(answer: Any, status: int = 200) -> Response:
 
 
 class StrangerRefused(ArealError):
-    """Error if a request does not have the right token."""
+    """The request does not have the right token."""
 
 
 def view_app(path: Path, token: str) -> Starlette:

@@ -71,7 +71,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _lock_time(folder: Path) -> float | None:
-    """Return the modification time of a run folder's lock. Return None if it is not a run folder of this
+    """Return the modification time of the lock in `folder`. Return None if this is not a run folder of this
     user."""
     if not is_own_folder(folder):
         return None

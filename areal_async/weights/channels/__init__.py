@@ -11,9 +11,9 @@ with the members of `Channel`, usually derived from it. The class is never insta
     ReceivingEnd    in each process that serves or evaluates, driven by `Receiver` on its event loop: `bring`,
                     then `served` or `distrust`; at the end `close`.
 
-The base classes of the two ends implement a channel whose receivers read the files where the trainer wrote
-them. A channel need not verify snapshots, because `open_snapshot` hashes the files that `bring` returned, for
-every channel.
+The base classes of the two ends implement a channel whose receivers read the files in the trainer's
+directory. A channel need not verify snapshots, because for every channel `open_snapshot` hashes the files
+that `bring` returned.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def makes_deltas(job: JobConfig) -> bool:
 
 
 class SharedCopies(NamedTuple):
-    """Largest numbers of model copies that are in the shared memory of the trainer's host at one time.
+    """Largest numbers of model copies that the shared memory of the trainer's host contains at one time.
 
     A copy is the whole model in `trainer.dtype`, or only its adapters.
     """
@@ -126,7 +126,7 @@ class Zmq(Channel):
         """Seconds without a requested chunk after which a receiver switches to another source."""
         give_up_s: float = Field(default=60.0, gt=0)
         """Seconds without any data after which a fetch fails. The next fetch reuses the verified chunks. With
-        `nccl`, this is also the longest time to form a group, or to transfer 512 MB. After that time, the
+        `nccl`, also the longest time to form a process group or to transfer 512 MB. After this time, the
         engine loads the snapshot instead."""
 
     @staticmethod

@@ -28,8 +28,8 @@ class PublishingEnd:
     node_id = ""
     """Name of the trainer's host."""
     takes_tensors = False
-    """Whether `offer` is called. If so, the trainer must have only one rank, because `offer` gets all tensors
-    at once."""
+    """Whether the publisher calls `offer`. This requires a trainer with one rank, because `offer` gets all
+    tensors at once."""
 
     async def start(self) -> None:
         """Begin to serve. Raises `ArealError`."""
@@ -47,7 +47,8 @@ class PublishingEnd:
         """Serve the complete `directory` of a snapshot or a delta from now on."""
 
     def remove(self, manifest_hash: str) -> bool:
-        """Stop serving the snapshot. Return whether its files have no reader and may be overwritten."""
+        """Stop serving the snapshot. Return True if nobody reads its files any more, so that they may be
+        overwritten."""
         return True
 
     async def answer(self, message: Message) -> Answer | None:

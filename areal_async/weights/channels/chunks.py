@@ -39,8 +39,8 @@ MAX_CHUNK_BYTES = 4 << 20
 WANTED_CHUNKS = 256
 """Number of chunks of a snapshot.
 
-With this many chunks, a transfer along a chain of receivers takes little longer than to one receiver, and a
-chunk is still large compared with the message for it.
+With this many chunks, a transfer along a chain of receivers takes little longer than a transfer to one
+receiver. A chunk is still much larger than the message that requests it.
 """
 MAX_CHUNKS = 1 << 26
 PARTIAL_PREFIX = ".partial-"
@@ -246,8 +246,8 @@ def count_chunks(size_bytes: int, chunk_bytes: int) -> int:
 
 
 def chunk_bytes_for(size_bytes: int) -> int:
-    """Return the size of a chunk: a power of two, within the limits, that divides `size_bytes` into between
-    `WANTED_CHUNKS` and twice as many chunks."""
+    """Return the size of a chunk: a power of two within the limits. If the limits allow, it divides
+    `size_bytes` into `WANTED_CHUNKS` to twice as many chunks."""
     wanted = max(1, size_bytes // WANTED_CHUNKS)
     return min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, 1 << (wanted.bit_length() - 1)))
 

@@ -50,7 +50,7 @@ ROUND_PAUSE_S = 0.25  # pause between two rounds, because no source answers
 VERIFY_THREADS = 2  # threads that verify and write chunks: one thread is slower than the socket
 STARVED_S = 3.0  # after this time without a chunk, the wait is reported
 TABLE_S = 120.0
-"""Longest wait for a chunk table. The publisher reads the whole snapshot once to make it."""
+"""Longest wait for a chunk table. To make the table, the publisher reads the whole snapshot once."""
 MAKING_PREFIX = ".making-"
 
 

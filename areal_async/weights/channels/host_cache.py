@@ -180,6 +180,6 @@ def flock_file(path: Path, how: int) -> int | None:
 
 def _end(path: Path, fd: int) -> None:
     """Remove a lock's file, and only then release the lock. In this order, each process that waited for the
-    lock sees that the file is gone and opens the path again."""
+    lock notices that the file was removed, and opens the path again."""
     path.unlink(missing_ok=True)
     os.close(fd)

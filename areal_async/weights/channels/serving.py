@@ -139,8 +139,8 @@ def sources(line: list[str], endpoint: str, origin: str) -> list[str]:
 
     Receivers form a line in the order of their first requests. The first receiver fetches from the origin
     (the trainer), and each other receiver fetches from the one before it. So the origin and every receiver
-    send each byte only once. Chunks are relayed as they arrive, so a transfer to n receivers takes only the
-    time of n - 1 chunks longer than to one.
+    send each byte only once. Chunks are relayed as they arrive, so each further receiver lengthens the
+    transfer only by the time of one chunk.
 
     The sources are first the earlier receivers, beginning with the nearest, then the origin, then the later
     receivers. A receiver skips sources that have left. If the receivers together have all chunks, they can

@@ -7,8 +7,8 @@ Promises:
 - A failure breaks the group permanently. Members that wait for a bucket get the reason, and members that wait
   at the meeting point lose their connection. The trainer waits at most `limit_s` for a member.
 
-One case remains: if a member stops during a broadcast, the members to which it would have relayed bytes may
-be blocked until its connections close.
+One case remains: if a member stops during a broadcast, the members that expect bytes from it may be blocked
+until its connections close.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class TensorGroup:
     def part(self) -> None:
         """Close the meeting point of a broken group, so that members that wait there lose the connection.
 
-        A member that arrives after this would try to connect for minutes. Therefore call this only after the
-        members that were told to join had a moment to arrive.
+        A member that arrives later would try to connect for minutes. Therefore, first give the members that
+        were told to join a moment to arrive.
         """
         self._meeting = None
 

@@ -112,10 +112,10 @@ class TensorSender(PublishingEnd):
         self._closing = False
 
     async def start(self) -> None:
-        """Start the end that publishes the snapshots.
+        """Start the other channel's end (`snapshots`), which publishes the snapshots.
 
-        Raises `SnapshotError` if torch lacks the backend. Raises `EndpointError` if no interface has `host`
-        or the snapshots' end cannot serve.
+        Raises `SnapshotError` if torch lacks the backend. Raises `EndpointError` if no interface has the
+        address `host`, or if that end cannot serve.
         """
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         if not dist.is_backend_available(backend):
