@@ -232,9 +232,8 @@ class Gateway:
     async def _run(self) -> None:
         """Restart the gateway until the restart policy ends it."""
         assert self._listening is not None
-        handlers: dict[type[Any], Handler] = {Sample: self._on_sample}
-        for notice in (RecordCall, DropCall):
-            handlers[notice] = self._on_notice
+        on_notice = self._on_notice
+        handlers = {Sample: self._on_sample, RecordCall: on_notice, DropCall: on_notice}
         self._server = self._setup.server("worker", handlers)
         try:
             await self._server.start()
