@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -41,6 +41,7 @@ from rollout_service.workflows.turns import (
 )
 
 if TYPE_CHECKING:
+    from rollout_service.gateway import Gateway
     from rollout_service.replicas import ReplicaSet
 
 
@@ -73,12 +74,6 @@ class PolicyEngine:
     """Most tokens of a path. None: the limit in the workflow's resources applies."""
 
 
-class AgentAccess(Protocol):
-    """The part of a worker's gateway (`rollout_service.gateway.Gateway`) that a context uses."""
-
-    def session(self, episode: Context) -> AbstractAsyncContextManager[Any]: ...
-
-
 @dataclass(eq=False)
 class Context:
     """One episode under construction. Use `builder` for anything without a method here (metadata, flags
@@ -99,7 +94,7 @@ class Context:
     priority: int = 0
     deadline_s: float | None = None
     """Deadline of the episode's requests, as in `GenerateRequest`."""
-    agents: AgentAccess | None = None
+    agents: Gateway | None = None
     greedy: bool = False
     """Sample everything greedily, and train on none of it."""
     routes: bool = False
@@ -346,8 +341,15 @@ class Context:
                 raise TurnError("messages can only go on with a path that began with messages")
             after, changed = continuation(render.tokenizer, chat, content)
             chat = chat.then(content)
+            if changed and rewritten == "error":
+                raise TemplateRewrites(
+                    "the chat template renders earlier turns otherwise once the conversation goes on (it "
+                    "drops or changes what the model saw or said). Set `rewritten` to `root` to begin a new "
+                    "path with the conversation rendered anew, or use a template that keeps its past."
+                )
             if changed:
-                return self._rewritten(chat, agent, turn, rewritten, policy)
+                metrics.REWRITES.inc()
+                return self._root(SegmentKind.PROMPT, chat.messages, chat, agent, turn, policy)
             ids = render.following(after)
         else:
             ids = np.asarray(content, np.int32)
@@ -471,16 +473,6 @@ class Context:
         if chat is not None:
             self._chats[segment] = chat
         return segment
-
-    def _rewritten(self, chat: Chat, agent: int, turn: int, rewritten: Rewritten, policy: str) -> int:
-        if rewritten == "error":
-            raise TemplateRewrites(
-                "the chat template renders earlier turns otherwise once the conversation goes on (it drops "
-                "or changes what the model saw or said). Set `rewritten` to `root` to begin a new path with "
-                "the conversation rendered anew, or use a template that keeps its past."
-            )
-        metrics.REWRITES.inc()
-        return self._root(SegmentKind.PROMPT, chat.messages, chat, agent, turn, policy)
 
     def _prompt_text(self, prompt: Prompt | None, segment: int) -> str:
         """Return the first text that the model reads. The rendering of a `prompt` is still cached from its
