@@ -16,7 +16,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from areal_async.base.log import get_logger
-from areal_async.base.threads import in_thread
+from areal_async.base.loop_thread import in_thread
 from areal_async.config.devices import first_threads, rank_device
 from areal_async.config.job import JobConfig
 from areal_async.rpc.client import SyncClient

@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal_async.base.addresses import interface_of
-from areal_async.base.threads import in_thread
+from areal_async.base.loop_thread import in_thread
 from areal_async.base.topology import RunHost
 from areal_async.service.rank_group import Meeting
 from trainer_service.errors import RankError

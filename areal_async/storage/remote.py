@@ -20,8 +20,8 @@ import msgspec
 
 from areal_async.base.errors import DISK_TROUBLE, ArealError
 from areal_async.base.log import get_logger
+from areal_async.base.loop_thread import in_thread
 from areal_async.base.retry import Tries
-from areal_async.base.threads import in_thread
 from areal_async.rpc.board import board
 from areal_async.storage.urls import joined, protocol_problem, url_problem
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal
 
-from areal_async.base.refusals import error_message
+from areal_async.base.errors import error_message
 from areal_async.base.verdicts import Abstain, Failure, Score, Timeout, Verdict
 from areal_async.models.answers import THOUGHTS
 from reward_service.backends.servers import HttpClient, NoAnswer, retry_after_s

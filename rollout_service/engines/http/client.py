@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_async.base.refusals import error_message
+from areal_async.base.errors import error_message
 from areal_async.base.versions import VersionTag
 from areal_async.trajectory.layout import FinishReason, LogprobsOf
 from rollout_service.engines.base import EngineError, EngineLost, GenerateResult, RequestError

@@ -29,9 +29,8 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.base.errors import ArealError, RpcTimeout
+from areal_async.base.errors import ArealError, RpcTimeout, error_message
 from areal_async.base.log import get_logger
-from areal_async.base.refusals import error_message
 from areal_async.rpc.client import Client
 from areal_async.rpc.weights_messages import (
     JOIN,
