@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
@@ -30,9 +30,6 @@ from reward_service.pool.protocol import (
 )
 from reward_service.pool.queue import Invocation, PooledReward
 from reward_service.processes import WorkerProcess
-
-if TYPE_CHECKING:
-    from reward_service.pool.pool import WorkerPool
 
 log = get_logger("pool")
 
@@ -82,11 +79,20 @@ class WorkerSlot:
         self.process.kill()
 
 
+class PoolOwner(Protocol):
+    """The methods of a pool that `Workers` calls."""
+
+    def dispatch(self) -> None: ...
+    def on_finished(self, slot: WorkerSlot, done: FinishedUnit) -> None: ...
+    def on_lost(self, slot: WorkerSlot, cause: str) -> None: ...
+    def on_hopeless(self, message: str) -> None: ...
+
+
 class Workers:
     """A set of `count` workers with the pool's rewards loaded. All methods belong to one event loop."""
 
     def __init__(
-        self, count: int, rewards: Mapping[int, PooledReward], limits: WorkerLimits, owner: WorkerPool
+        self, count: int, rewards: Mapping[int, PooledReward], limits: WorkerLimits, owner: PoolOwner
     ) -> None:
         self.count = count
         self.slots: list[WorkerSlot] = []

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -41,7 +41,6 @@ from rollout_service.workflows.turns import (
 )
 
 if TYPE_CHECKING:
-    from rollout_service.gateway import Gateway
     from rollout_service.replicas import ReplicaSet
 
 
@@ -74,6 +73,12 @@ class PolicyEngine:
     """Most tokens of a path. None: the limit in the workflow's resources applies."""
 
 
+class AgentAccess(Protocol):
+    """The part of a worker's gateway (`rollout_service.gateway.Gateway`) that a context uses."""
+
+    def session(self, episode: Context) -> AbstractAsyncContextManager[Any]: ...
+
+
 @dataclass(eq=False)
 class Context:
     """One episode under construction. Use `builder` for anything without a method here (metadata, flags
@@ -94,7 +99,7 @@ class Context:
     priority: int = 0
     deadline_s: float | None = None
     """Deadline of the episode's requests, as in `GenerateRequest`."""
-    agents: Gateway | None = None
+    agents: AgentAccess | None = None
     greedy: bool = False
     """Sample everything greedily, and train on none of it."""
     routes: bool = False
