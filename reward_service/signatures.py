@@ -15,7 +15,7 @@ whatever its parameters.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from areal_async.base.verdicts import Abstain, Score
@@ -43,19 +43,11 @@ def adapted(function: Any) -> Callable[..., Any] | None:
         if each.default is each.empty and each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
     ]
     free = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    shape: tuple[Any, tuple[str, ...], Collection[str], Collection[str]]
-    if "solution_str" in known:
-        shape = _verl, ("episode",), VERL, needed
-    elif "completions" in known:
-        shape = (
-            _trl,
-            ("episode", "group"),
-            ("completions", "prompts"),
-            (),
-        )  # any other parameter may be a column
-    else:
+    is_trl = "completions" in known and "solution_str" not in known
+    if not is_trl and "solution_str" not in known:
         return None
-    fill, scopes, filled, others = shape
+    fill, filled = (_trl, {"completions", "prompts"}) if is_trl else (_verl, {*VERL})
+    others = () if is_trl else needed  # any other parameter of a TRL reward may be a column
     called = f"the reward {getattr(function, '__name__', function)!r}"
 
     def reward(given: RewardInput | list[RewardInput], **arguments: Any) -> Any:
@@ -67,7 +59,7 @@ def adapted(function: Any) -> Callable[..., Any] | None:
         result = function(**taken)
 
         def outcomes(result: Any) -> Any:
-            if fill is _trl:
+            if is_trl:
                 found = _of_list(result, len(values["completions"]), called)
                 return found if isinstance(given, list) else found[0]
             return _outcome(result[0] if isinstance(result, list | tuple) else result)  # as verl does
@@ -80,10 +72,10 @@ def adapted(function: Any) -> Callable[..., Any] | None:
         if each.kind is each.VAR_KEYWORD
         else each.replace(kind=each.KEYWORD_ONLY, default=each.default if name in others else None)
         for name, each in parameters.items()
-        if name in known - {*filled} and each.kind is not each.VAR_POSITIONAL
+        if name in known - filled and each.kind is not each.VAR_POSITIONAL
     ]
     reward.__signature__ = inspect.Signature([first, *rest])  # type: ignore[attr-defined]
-    reward.scopes = scopes  # type: ignore[attr-defined]
+    reward.scopes = ("episode", "group") if is_trl else ("episode",)  # type: ignore[attr-defined]
     return reward
 
 

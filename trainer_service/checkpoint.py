@@ -42,10 +42,10 @@ from blake3 import blake3
 
 from areal_async.base.events import failpoint
 from areal_async.base.log import get_logger
+from areal_async.base.loop_thread import Background, in_thread
 from areal_async.base.metrics import busy
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.rpc.board import board
-from trainer_service.background import Background, in_thread
 from trainer_service.checkpoint_store import MANIFEST, CheckpointStore, epoch_in, name_of
 from trainer_service.durable_files import (
     FileEntry,

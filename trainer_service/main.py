@@ -16,6 +16,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from areal_async.base.log import get_logger
+from areal_async.base.loop_thread import in_thread
 from areal_async.config.devices import first_threads, rank_device
 from areal_async.config.job import JobConfig
 from areal_async.rpc.client import SyncClient
@@ -23,7 +24,6 @@ from areal_async.service.context import ServiceContext
 from areal_async.service.rank_group import LATE, LATE_START, OUT_OF_MEMORY, Note, tell
 from areal_async.service.record import RunRecords, open_records
 from trainer_service.backends.base import TrainingBackend
-from trainer_service.background import in_thread
 from trainer_service.checkpoint import Checkpoint, CheckpointReader
 from trainer_service.checkpoint_store import CheckpointStore
 from trainer_service.durable_files import companion_files
@@ -80,7 +80,10 @@ def train(ctx: ServiceContext) -> None:
         if ctx.job.kind == "rl":
             finished = _rl(ctx, training, closing, whole.job)
         else:
-            finished = _from_files(ctx, training)
+            restored, left = _newest(ctx, ranks, backend)
+            trainer = FileTrainer(training)
+            ctx.ready()  # only now, because a restart cannot help a file without valid examples
+            finished = trainer.run(left or restored)
         log.info("training ends", finished=finished)
 
 
@@ -175,10 +178,3 @@ def _rl(ctx: ServiceContext, training: TrainingRun, closing: ExitStack, whole: J
     beside = Beside.of(whole, ctx.job.policy)
     trainer = RlTrainer(training, buffer, files=files, publisher=publisher, beside=beside, samples=samples)
     return trainer.run(name=ctx.name, ready=ctx.ready, restored=restored, left=left)
-
-
-def _from_files(ctx: ServiceContext, training: TrainingRun) -> bool:
-    restored, left = _newest(ctx, training.ranks, training.backend)
-    trainer = FileTrainer(training)
-    ctx.ready()  # only now, because a restart cannot help a file without valid examples
-    return trainer.run(left or restored)

@@ -31,9 +31,9 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal_async.base.addresses import interface_of
+from areal_async.base.loop_thread import in_thread
 from areal_async.base.topology import RunHost
 from areal_async.service.rank_group import Meeting
-from trainer_service.background import in_thread
 from trainer_service.errors import RankError
 
 COLLECTIVE_TIMEOUT_S = 600.0  # Longest wait of a rank for another before it fails

@@ -19,12 +19,15 @@ tells a person what to do. A service prints it before it exits with status 1.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import resource
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Literal
 
+MOST_SHOWN = 500  # Most characters of a server's answer in an error
 FaultKind = Literal[
     "schema",  # the peer has another schema or another job
     "invalid",  # the request itself is wrong; do not retry
@@ -189,6 +192,18 @@ def with_limit(error: ArealError) -> str:
     numbers = (errno_of(cause) for cause in causes_of(error))
     limit = next((n for n in numbers if n is not None and n in (errno.EMFILE, errno.ENFILE)), None)
     return str(error) if limit is None else f"{error} {open_files_text(limit)}."
+
+
+def error_message(content: bytes) -> str:
+    """Return the message in a server's error body, or else the body's beginning."""
+    text = content.decode(errors="replace")
+    value: Any = None
+    with suppress(ValueError, RecursionError):
+        value = json.loads(content)
+    for key in ("error", "message", "detail"):
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+    return (value if isinstance(value, str) else text)[:MOST_SHOWN]
 
 
 def open_files_text(number: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +20,7 @@ import msgspec
 
 from areal_async.base.errors import DISK_TROUBLE, ArealError
 from areal_async.base.log import get_logger
+from areal_async.base.loop_thread import in_thread
 from areal_async.base.retry import Tries
 from areal_async.rpc.board import board
 from areal_async.storage.urls import joined, protocol_problem, url_problem
@@ -226,17 +227,7 @@ PAST = {"list": "listed", "read": "read", "write": "written", "remove": "removed
 def _within(work: Callable[[], T], limit_s: float) -> T:
     """Return the result of `work`. It runs in a daemon thread, which is abandoned after `limit_s` because
     some libraries wait forever. Raises TimeoutError."""
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done = work()
-        except BaseException as error:
-            result.set_exception(error)
-        else:
-            result.set_result(done)
-
-    threading.Thread(target=run, name="storage-request", daemon=True).start()
+    result = in_thread(work, "storage-request")
     try:
         return result.result(limit_s)
     except NoAnswer:

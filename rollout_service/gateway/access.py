@@ -232,9 +232,8 @@ class Gateway:
     async def _run(self) -> None:
         """Restart the gateway until the restart policy ends it."""
         assert self._listening is not None
-        handlers: dict[type[Any], Handler] = {Sample: self._on_sample}
-        for notice in (RecordCall, DropCall):
-            handlers[notice] = self._on_notice
+        handlers: dict[type[Any], Handler] = dict.fromkeys((RecordCall, DropCall), self._on_notice)
+        handlers[Sample] = self._on_sample
         self._server = self._setup.server("worker", handlers)
         try:
             await self._server.start()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 import msgspec
@@ -104,10 +105,7 @@ def chain(asked: Conversation) -> tuple[Key, ...]:
     start = hashlib.blake2b(
         canonical([asked.tools, asked.template]).encode(errors="surrogatepass"), digest_size=16
     ).digest()
-    keys = [start]
-    for message in asked.messages:
-        keys.append(linked(keys[-1], message))
-    return tuple(keys)
+    return tuple(accumulate(asked.messages, linked, initial=start))
 
 
 def linked(before: Key, message: Message) -> Key:

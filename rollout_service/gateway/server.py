@@ -42,7 +42,7 @@ from rollout_service.gateway.conversation import ConversationTree
 from rollout_service.gateway.openai import DONE, ChatCall
 from rollout_service.gateway.recording import digest_of
 from rollout_service.gateway.requests import ENDED, ApiError, check_json, too_deep
-from rollout_service.gateway.session import AgentCalls, GatewayCall, RunningCall
+from rollout_service.gateway.session import AgentCalls, RunningCall
 from rollout_service.gateway.template import ChatTemplate
 
 REMEMBERED_KEYS = 4096  # Ended keys whose refusal still says that they ended
@@ -219,7 +219,9 @@ async def _answered(request: Request, send: Send, gone: asyncio.Future[None], ru
     if not running.task.done():
         return
     # The reply is encoded here, so that an answer that cannot be sent is not recorded.
-    made, asked = _outcome(running), running.asked
+    if running.task.cancelled():
+        raise ApiError(401, ENDED, code="invalid_api_key")
+    made, asked = running.task.result(), running.asked
     streamed, prompt_tokens = asked.body.stream, len(made.plan.ids)
     whole = asked.events if streamed else asked.reply
     content = whole(prompt_tokens, made.choices)
@@ -244,13 +246,6 @@ def _start(content_type: bytes) -> dict[str, Any]:
 
 def _part(content: bytes) -> dict[str, Any]:
     return {"type": "http.response.body", "body": content, "more_body": True}
-
-
-def _outcome(running: RunningCall) -> GatewayCall:
-    """Return the answers of a finished call. Raises `ApiError`."""
-    if running.task.cancelled():
-        raise ApiError(401, ENDED, code="invalid_api_key")
-    return running.task.result()
 
 
 async def _gone(request: Request) -> None:

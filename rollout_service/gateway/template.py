@@ -95,11 +95,8 @@ class ChatTemplate:
         `shown` is the rendering of `asked`, and `given` is the rendering after which the answer was sampled.
         Return None if the template now renders the history differently, so that the path cannot continue."""
 
-        def past() -> str | None:
-            return self._unopened(asked, asked.messages[:upto])
-
-        how: Any = {"closing": self._closing, "past": past, "spelled": self._spelled}
-        return tail(shown.text, given, said, **how)
+        how: Any = {"closing": self._closing, "spelled": self._spelled}
+        return tail(shown.text, given, said, past=lambda: self._unopened(asked, asked.messages[:upto]), **how)
 
     def _spelled(self, turn: str) -> Spelled:
         shown = parse(turn, self.format)

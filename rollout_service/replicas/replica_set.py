@@ -497,12 +497,11 @@ class ReplicaSet:
                 except EngineError as error:
                     replica.lose(error)
         except Exception as error:  # nobody awaits this task, and its requests would wait forever
-            self._failed = error if isinstance(error, EngineError) else None
-            if self._failed is None:
+            if not isinstance(error, EngineError):
                 log.error("engine not started again", replica=replica.index, error=repr(error))
-                what = f"replica {replica.index} cannot be started again: {error!r}"
-                self._failed = EngineError(what)
-            self._refuse(self._failed)
+                error = EngineError(f"replica {replica.index} cannot be started again: {error!r}")
+            self._failed = error
+            self._refuse(error)
             self._wake.set()
             return
         log.info("engine is back", replica=replica.index, version=replica.engine.version.version)

@@ -42,6 +42,8 @@ LONG_WAIT_SHARE = 0.5
 engine counts as the cause of the timeout."""
 MAX_COMPLAINTS_BYTES = 16 << 20
 LOOK_S = 0.1  # Seconds between two checks of a command's output size
+SHOWN = ("task_id", "prompt", "data_source", "ability", "extra_info")
+"""Fields of the task that a command gets as JSON. The solution is not among them."""
 TOLD_CHARS = 2000  # Most characters of a failed command's stderr in its error
 
 Agent = Callable[["Session", Task], Awaitable[Any]]
@@ -140,7 +142,7 @@ def _command(arguments: AgentWorkflow.Arguments) -> Agent:
         # Files, not pipes: processes that the command leaves behind may keep pipes open, and nobody waits for
         # them.
         with TemporaryFile() as given, TemporaryFile() as answer, TemporaryFile() as complaints:
-            given.write(task_json(task))
+            given.write(msgspec.json.encode({name: getattr(task, name) for name in SHOWN}))
             given.seek(0)
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -179,9 +181,3 @@ def _command(arguments: AgentWorkflow.Arguments) -> Agent:
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
-
-
-def task_json(task: Task) -> bytes:
-    """Return the input for a command: the task, without its solution, as JSON."""
-    shown = ("task_id", "prompt", "data_source", "ability", "extra_info")
-    return msgspec.json.encode({name: getattr(task, name) for name in shown})

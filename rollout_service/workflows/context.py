@@ -346,8 +346,15 @@ class Context:
                 raise TurnError("messages can only go on with a path that began with messages")
             after, changed = continuation(render.tokenizer, chat, content)
             chat = chat.then(content)
+            if changed and rewritten == "error":
+                raise TemplateRewrites(
+                    "the chat template renders earlier turns otherwise once the conversation goes on (it "
+                    "drops or changes what the model saw or said). Set `rewritten` to `root` to begin a new "
+                    "path with the conversation rendered anew, or use a template that keeps its past."
+                )
             if changed:
-                return self._rewritten(chat, agent, turn, rewritten, policy)
+                metrics.REWRITES.inc()
+                return self._root(SegmentKind.PROMPT, chat.messages, chat, agent, turn, policy)
             ids = render.following(after)
         else:
             ids = np.asarray(content, np.int32)
@@ -471,16 +478,6 @@ class Context:
         if chat is not None:
             self._chats[segment] = chat
         return segment
-
-    def _rewritten(self, chat: Chat, agent: int, turn: int, rewritten: Rewritten, policy: str) -> int:
-        if rewritten == "error":
-            raise TemplateRewrites(
-                "the chat template renders earlier turns otherwise once the conversation goes on (it drops "
-                "or changes what the model saw or said). Set `rewritten` to `root` to begin a new path with "
-                "the conversation rendered anew, or use a template that keeps its past."
-            )
-        metrics.REWRITES.inc()
-        return self._root(SegmentKind.PROMPT, chat.messages, chat, agent, turn, policy)
 
     def _prompt_text(self, prompt: Prompt | None, segment: int) -> str:
         """Return the first text that the model reads. The rendering of a `prompt` is still cached from its

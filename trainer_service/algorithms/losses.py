@@ -199,16 +199,11 @@ def kimi_token(logp: Tensor, units: UnitTable, *, tau: NotNegative = 0.1) -> Ten
     return -units.advantage * logp + tau / 2 * (logp - units["prox"]).square()
 
 
-def behaviour_log_ratio(logp: Tensor, units: UnitTable, **_: Any) -> Tensor:
-    """Return logp - beh: f32 [S]."""
-    return logp - units.behaviour
-
-
 @loss(
     columns=("advantage",),
     figures=("tapered_share",),
     corrects=True,
-    statistic=behaviour_log_ratio,
+    statistic=lambda logp, units, **_: logp - units.behaviour,
 )
 def topr(logp: Tensor, units: UnitTable, *, level: Literal["sequence", "token"] = "sequence") -> WithFigures:
     """Return -A logp if A >= 0, and -sg(min(ρ, 1)) A logp otherwise: f32 [S].

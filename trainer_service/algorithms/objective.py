@@ -255,7 +255,11 @@ class Objective:
                 f"trainer.objective.loss: {self.own('loss') or section.loss} returned a tensor without a "
                 "gradient. Compute it from the logp that it is given, without detach(), item() or numpy."
             )
-        effective, more = self._corrected(weight, units)
+        if self._over_step:
+            effective = units["correction"]
+            more = {name: units[f"correction_{name}"] for name in self._correction.figures}
+        else:
+            effective, more = with_figures(self._correction, weight, units, section.correction_args)
         loss, figures = loss * effective.detach(), {**more, **shown}
         if self.kl.coefficient > 0:
             values = units["kl_ref"] if "kl_ref" in units else self.kl.values(logp.detach(), units["ref"])
@@ -269,12 +273,6 @@ class Objective:
             figures["entropy"] = entropy.detach()
             loss = loss - section.entropy * entropy
         return UnitTerms(masked(loss, mask), weight, figures)
-
-    def _corrected(self, weight: Tensor, units: UnitTable) -> tuple[Tensor, Mapping[str, Tensor]]:
-        part = self._correction
-        if self._over_step:
-            return units["correction"], {name: units[f"correction_{name}"] for name in part.figures}
-        return with_figures(part, weight, units, self._section.correction_args)
 
     def _with_prox(self, logp: Tensor, units: UnitTable) -> UnitTable:
         """Add the proximal log-probs. The table already has them only if an extra pass computed them."""

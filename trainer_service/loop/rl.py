@@ -45,6 +45,7 @@ from areal_async.base.errors import FaultError
 from areal_async.base.events import failpoint, recording
 from areal_async.base.events import record as record_event
 from areal_async.base.log import get_logger
+from areal_async.base.loop_thread import Background
 from areal_async.base.metrics import busy
 from areal_async.base.versions import VersionTag
 from areal_async.config.job import JobConfig
@@ -58,7 +59,6 @@ from trainer_service import metrics
 from trainer_service.algorithms.off_policy import EffectiveSamplesWatch
 from trainer_service.algorithms.parts import Loss
 from trainer_service.backends.base import TRAINED_MODEL, learning_rate_of
-from trainer_service.background import Background
 from trainer_service.checkpoint import Checkpoint, TrainerState
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.loader import BatchLoader, FetchedBytes

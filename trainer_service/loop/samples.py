@@ -13,13 +13,13 @@ from typing import Any
 
 from areal_async.base.errors import WireError
 from areal_async.base.log import get_logger
+from areal_async.base.loop_thread import Background
 from areal_async.config.job import JobConfig
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import Batch, SeeTasks
 from areal_async.service.record import RunRecords
 from areal_async.service.samples import file_name, lines_of, sample_of, short_text
 from areal_async.trajectory import seen_by, unpack
-from trainer_service.background import Background
 from trainer_service.data.lessons import load_tokenizer
 from trainer_service.durable_files import room_for
 from trainer_service.errors import DiskFull

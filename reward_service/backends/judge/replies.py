@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -13,11 +12,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal
 
+from areal_async.base.errors import error_message
 from areal_async.base.verdicts import Abstain, Failure, Score, Timeout, Verdict
 from areal_async.models.answers import THOUGHTS
 from reward_service.backends.servers import HttpClient, NoAnswer, retry_after_s
 
-MOST_SHOWN = 300  # most characters of an answer in an error
 LONGEST_REPLY = 20_000  # characters at the end of a reply that are searched for the grade
 MOST_QUOTED = 120  # most characters of a reply in an error
 FIELD = "grade"
@@ -82,12 +81,12 @@ def choice_of(url: str, content: bytes) -> JudgeReply:
         code = error.get("code") if isinstance(error, dict) else None
         if isinstance(code, int) and 400 <= code < 600:
             raise _refusal(url, code, {}, content)
-        told = f"{url} answered in an unknown form: {words(content)}"
+        told = f"{url} answered in an unknown form: {error_message(content)}"
         refused = isinstance(code, str) and bool(code)
         raise Trouble("judge" if refused else "unreachable", told, passes=not refused, status=200)
     choices = found["choices"]
     if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
-        raise Trouble("judge", f"{url} answered without a choice: {words(content)}", passes=False)
+        raise Trouble("judge", f"{url} answered without a choice: {error_message(content)}", passes=False)
     message, reason = choices[0].get("message"), str(choices[0].get("finish_reason") or "")
     if reason in BROKEN_OFF:
         raise Trouble("unreachable", f"{url} broke its reply off ({reason})", passes=True)
@@ -99,23 +98,11 @@ def choice_of(url: str, content: bytes) -> JudgeReply:
 
 
 def _refusal(url: str, status: int, headers: Mapping[str, str], content: bytes) -> Trouble:
-    message = f"{url} answered with status {status}: {words(content)}"
+    message = f"{url} answered with status {status}: {error_message(content)}"
     passes = status >= 500 or status in PASSES
     kind = "rate_limited" if status == 429 else "unreachable" if passes else "judge"
     told_s = retry_after_s(headers) if passes else None
     return Trouble(kind, message, passes=passes, told_s=told_s, status=status)
-
-
-def words(content: bytes) -> str:
-    """Return the message in an error body, or the beginning of the body."""
-    text = content.decode(errors="replace")
-    value: Any = None
-    with contextlib.suppress(ValueError, RecursionError):
-        value = json.loads(content)
-    for key in ("error", "message", "detail"):
-        if isinstance(value, dict) and key in value:
-            value = value[key]
-    return (value if isinstance(value, str) else text)[:MOST_SHOWN]
 
 
 # --- what a reply is worth --------------------------------------------------------------------------

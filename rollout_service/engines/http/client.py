@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from areal_async.base.errors import error_message
 from areal_async.base.versions import VersionTag
 from areal_async.trajectory.layout import FinishReason, LogprobsOf
 from rollout_service.engines.base import EngineError, EngineLost, GenerateResult, RequestError
@@ -91,7 +92,6 @@ CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 2.0
 """Seconds after which this side closes an idle connection. The servers close theirs after 5 s. A POST on a
 connection that is just being closed would look like the server's death."""
-WORDS = 500  # Most characters of a server's answer in an error
 
 EVENT = b"data: "
 END = b"[DONE]"  # Last event of a stream
@@ -196,7 +196,7 @@ class ServerClient:
 
     def _refuse(self, path: str, status: int, content: bytes) -> NoReturn:
         kind = RequestError if 400 <= status < 500 else EngineError
-        raise kind(f"{self.name} answered {path} with status {status}: {words(content)}")
+        raise kind(f"{self.name} answered {path} with status {status}: {error_message(content)}")
 
     def _part(self, path: str, event: bytes, part: type[T]) -> T:
         with suppress(ValueError, RecursionError):
@@ -212,7 +212,7 @@ class ServerClient:
             return msgspec.json.decode(content, type=answer)
         except (ValueError, RecursionError) as error:
             raise EngineError(
-                f"{self.name} answered {path} in an unknown form ({error}): {words(content)}"
+                f"{self.name} answered {path} in an unknown form ({error}): {error_message(content)}"
             ) from error
 
 
@@ -223,16 +223,3 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         *whole, rest = (rest + chunk).split(b"\n\n")
         for event in whole:
             yield event.removeprefix(EVENT)
-
-
-def words(content: bytes) -> str:
-    """Return the message in a server's error body, or else the body's beginning."""
-    text = content.decode(errors="replace")
-    try:
-        value = msgspec.json.decode(content)
-    except (ValueError, RecursionError):
-        return text[:WORDS]
-    for key in ("error", "message", "detail"):
-        if isinstance(value, dict) and key in value:
-            value = value[key]
-    return (value if isinstance(value, str) else text)[:WORDS]

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.base.errors import ArealError, RpcTimeout
+from areal_async.base.errors import ArealError, RpcTimeout, error_message
 from areal_async.base.log import get_logger
 from areal_async.rpc.client import Client
 from areal_async.rpc.weights_messages import (
@@ -46,7 +46,7 @@ from areal_async.weights import metrics
 from areal_async.weights.layout import TORCH_BYTES
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.http.adapter import Directory
-from rollout_service.engines.http.client import ServerClient, words
+from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.sglang.messages import ModelInfo
 
 ASK_S = 5.0  # Limit for the trainer's answer while the engine is paused
@@ -283,7 +283,7 @@ async def torch_of(python: Path) -> str:
     )
     out, err = await process.communicate()
     if process.returncode != 0:
-        raise EngineError(f"{python} does not say which torch it has: {words(err)}")
+        raise EngineError(f"{python} does not say which torch it has: {error_message(err)}")
     return out.decode().strip()
 
 
@@ -303,7 +303,7 @@ def _answered(content: bytes) -> Answered:
     try:
         return msgspec.json.decode(content, type=Answered)
     except (ValueError, RecursionError):
-        return Answered(message=words(content))
+        return Answered(message=error_message(content))
 
 
 async def _check_named(client: ServerClient, tag: str) -> None:

@@ -74,7 +74,9 @@ class LoadedModel:
             tensor = mine[name]
             if last in module._parameters:
                 if name == VALUE_LAYER:
-                    tensor = _unequal(tensor)
+                    # Different values, none of them 0.
+                    tensor = tensor.detach().clone()
+                    _begin(tensor, torch.linspace(0.5, 1.5, tensor.shape[1])[None])
                 if id(tensor) not in made:
                     made[id(tensor)] = nn.Parameter(tensor.detach(), requires_grad=False)
                 tensor = module._parameters[last] = made[id(tensor)]
@@ -249,7 +251,7 @@ def _adapters(tensors: Mapping[str, Tensor]) -> dict[str, Storage]:
 
 @torch.no_grad()
 def _begin(tensor: Tensor, value: Tensor) -> None:
-    """Set this rank's rows of a sharded parameter without a file to their initial value."""
+    """Set this rank's rows of a sharded parameter to those of `value`. It then counts as initialised."""
     assert isinstance(tensor, DTensor)
     first, end, _ = local_rows(tensor)
     tensor.to_local().copy_(value[first:end])
@@ -267,15 +269,6 @@ def _compute_rest(model: Any, stored: Collection[str]) -> None:
         raise ValueError(
             f"{left[0]} is in no file, and transformers does not compute it when it loads a model"
         )
-
-
-@torch.no_grad()
-def _unequal(layer: Tensor) -> Tensor:
-    """Return a copy of a value layer with different values, none of them 0."""
-    found = layer.detach().clone()
-    assert isinstance(found, DTensor)
-    found.to_local().copy_(torch.linspace(0.5, 1.5, layer.shape[1], device=layer.device))
-    return found
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

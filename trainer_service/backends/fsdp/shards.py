@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from areal_async.base.loop_thread import in_thread
 from areal_async.weights.layout import FILE_DTYPES
-from trainer_service.background import in_thread
 from trainer_service.durable_files import FileEntry, write_hashed
 from trainer_service.errors import CheckpointError
 

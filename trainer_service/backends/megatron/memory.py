@@ -53,7 +53,9 @@ def stage_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
     moments = 2 * FLOAT32_BYTES * shared if trained else 0
     saved = moments + FLOAT32_BYTES * shared if trained else followed
     kept = sum(_kept(block, model.hidden, options) for block in layers) / grid.tensor if trained else 0
-    passing = max(_passing(block, model.hidden, options) for block in layers) / grid.tensor
+    recompute: Recompute = "full" if options.recompute == "full" else "none"
+    passed = replace(options, recompute=recompute)
+    passing = max(passing_per_token(block, model.hidden, passed) for block in layers) / grid.tensor
     return RankMemory(
         parameters=round(c * (dense + experts) + main + followed),
         gradients=round(FLOAT32_BYTES * (dense + experts)) if trained else 0,
@@ -102,8 +104,3 @@ def _kept(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
     queries, keys = block.width("q_proj.weight"), block.width("k_proj.weight")
     spared = options.compute_bytes * (queries + keys) + FLOAT32_BYTES * block.heads
     return block_activations(block, hidden, replace(options, recompute="none")) - spared
-
-
-def _passing(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
-    recompute: Recompute = "full" if options.recompute == "full" else "none"
-    return passing_per_token(block, hidden, replace(options, recompute=recompute))
