@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -136,11 +136,8 @@ class ClusterFolder:
         """Return whether a dead controller left active jobs. Call it only if no controller runs."""
         if not self.database.exists():
             return False
-        store = JobStore(self.database)
-        try:
+        with closing(JobStore(self.database)) as store:
             return bool(store.in_states(ACTIVE, most=1))
-        finally:
-            store.close()
 
     def make_tokens(self) -> None:
         """Make tokens if none exist."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from typing import TypeVar
 
 import hiredis
 import msgspec
@@ -28,6 +29,8 @@ from replay_buffer.routes import RouteFiles
 SCRIPT = files("replay_buffer.redis").joinpath("write.lua").read_bytes()
 TAKE_SCRIPT = files("replay_buffer.redis").joinpath("take_over.lua").read_bytes()
 ROOM_SHARE = 0.99  # A full Redis has room again below this share of its maxmemory
+
+T = TypeVar("T")
 
 _decode_meta = msgspec.msgpack.Decoder(LedgerMeta).decode
 _decode_group = msgspec.msgpack.Decoder(GroupRecord).decode
@@ -138,10 +141,10 @@ class Store:
         if self.full and not attachments:
             parcel.commands.before_all("HDEL", ("",))
         written = self._writer.submit(revision, parcel.commands, parcel.ahead)
-        if parcel.files_freed:
-            written.add_done_callback(partial(self._free_files, parcel.files_freed))
+        if self._files is not None and parcel.files_freed:
+            written.add_done_callback(partial(_free, self._files.remove, parcel.files_freed))
         if self.routes is not None and writes.freed:
-            written.add_done_callback(partial(self._free_routes, {**writes.freed}))
+            written.add_done_callback(partial(_free, self.routes.free, {**writes.freed}))
         return written
 
     async def blobs(self, wanted: Sequence[EpisodeKey]) -> list[Bytes | None]:
@@ -218,14 +221,6 @@ class Store:
                 await ask("UNLINK", name)
             await ask("SREM", self._keys.staged, staged)
         return () if self._files is None else tuple(await self._files.open(self._large.in_files()))
-
-    def _free_files(self, names: list[str], written: asyncio.Future[None]) -> None:
-        if self._files is not None and not written.cancelled() and written.exception() is None:
-            self._files.remove(names)
-
-    def _free_routes(self, freed: dict[str, tuple[int, ...] | None], written: asyncio.Future[None]) -> None:
-        if self.routes is not None and not written.cancelled() and written.exception() is None:
-            self.routes.free(freed)
 
     # --- the server ---
 
@@ -332,6 +327,11 @@ async def read_ledger(
 
 
 OLDEST = (6, 0)
+
+
+def _free(remove: Callable[[T], None], freed: T, written: asyncio.Future[None]) -> None:
+    if not written.cancelled() and written.exception() is None:
+        remove(freed)
 
 
 async def check_redis(
