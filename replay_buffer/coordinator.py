@@ -155,7 +155,10 @@ class Coordinator:
         decision, written = self._take(index, command, attachments)
         if written is not None:
             # Shielded: a cancelled caller must not cancel the confirmation for the others.
-            await _confirmed(asyncio.shield(written))
+            try:
+                await asyncio.shield(written)
+            except StoreError as error:
+                raise _unavailable(error) from error
         if decision.writes is not None:
             failpoint("buffer.before_reply")
         return decision
@@ -428,13 +431,6 @@ async def _happens(event: asyncio.Event, limit_s: float) -> bool:
             return await event.wait()
     except TimeoutError:
         return False
-
-
-async def _confirmed(written: Awaitable[None]) -> None:
-    try:
-        await written
-    except StoreError as error:
-        raise _unavailable(error) from error
 
 
 def _unavailable(error: StoreError) -> FaultError:

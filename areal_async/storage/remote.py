@@ -230,11 +230,9 @@ def _within(work: Callable[[], T], limit_s: float) -> T:
 
     def run() -> None:
         try:
-            done = work()
+            result.set_result(work())
         except BaseException as error:
             result.set_exception(error)
-        else:
-            result.set_result(done)
 
     threading.Thread(target=run, name="storage-request", daemon=True).start()
     try:

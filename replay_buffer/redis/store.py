@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import hiredis
 import msgspec
@@ -175,7 +175,7 @@ class Store:
         answers = [checked(answer) for answer in await answering]
         for (group_id, samples, _), blobs in zip(asked, answers, strict=False):
             found.update(zip(((group_id, sample) for sample in samples), blobs, strict=True))
-        found.update(zip(in_keys, map(_joined, answers[len(asked) :]), strict=True))
+        found.update(zip(in_keys, map(joined, answers[len(asked) :]), strict=True))
         return [found[place] for place in wanted]
 
     async def used_bytes(self) -> int:
@@ -287,12 +287,9 @@ class Store:
         return Opened(records, int(meta[b"revision"]), self.front_epoch, idle_ms, lost_writes)
 
 
-def _joined(chunks: list[bytes | None]) -> bytes | None:
+def joined(chunks: list[Any]) -> bytes | None:
     """Return one episode joined from its chunks, or None if a chunk is missing."""
-    held = [chunk for chunk in chunks if chunk is not None]
-    if len(held) < len(chunks):
-        return None
-    return held[0] if len(held) == 1 else b"".join(held)
+    return None if None in chunks else b"".join(chunks)
 
 
 async def read_ledger(
