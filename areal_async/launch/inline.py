@@ -334,7 +334,10 @@ def one_prompt_at_a_time() -> Iterator[None]:
         yield
         return
 
-    sys.breakpointhook = lambda: OnePrompt().set_trace(sys._getframe(1))
+    def stop_here() -> None:
+        OnePrompt().set_trace(sys._getframe(1))
+
+    sys.breakpointhook = stop_here
     try:
         yield
     finally:
