@@ -81,8 +81,8 @@ class LedgerWriter:
         self._under_way.append(future)
         for command in ahead:
             self._connection.call(*command).add_done_callback(self._went_ahead)
-        fixed = (*commands.keys, self._front_epoch, revision, self._clock.now_ms())
-        call: tuple[Argument, ...] = ("EVALSHA", self._sha, len(commands.keys), *fixed, *commands.arguments)
+        fixed: tuple[Argument, ...] = (*commands.keys, self._front_epoch, revision, self._clock.now_ms())
+        call = ("EVALSHA", self._sha, len(commands.keys), *fixed, *commands.arguments)
         self._connection.call(*call).add_done_callback(partial(self._answered, revision))
         return future
 
