@@ -84,7 +84,7 @@ class Coordinator:
         tasks: Tasks,
         clock: LedgerClock,
         revive: Callable[[], Awaitable[None]] | None = None,
-        on_confirmed: Callable[[int], None] | None = None,
+        on_confirmed: Callable[[int], None] = lambda revision: None,
     ) -> None:
         self.index: Index | None = None  # None during a rebuild
         self.ended: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -156,7 +156,10 @@ class Coordinator:
         decision, written = self._take(index, command, attachments)
         if written is not None:
             # Shielded: a cancelled caller must not cancel the confirmation for the others.
-            await _confirmed(asyncio.shield(written))
+            try:
+                await asyncio.shield(written)
+            except StoreError as error:
+                raise _unavailable(error) from error
         if decision.writes is not None:
             failpoint("buffer.before_reply")
         return decision
@@ -281,20 +284,15 @@ class Coordinator:
             failpoint("buffer.before_write")
             written = self._store.submit(index.revision, decision.writes, attachments)
             self._wrote_ms = self._seen_ms
-            if recording() or self._on_confirmed is not None:
-                written.add_done_callback(partial(self._note_confirmed, self.front_epoch, index.revision + 1))
+            written.add_done_callback(partial(self._note_confirmed, self.front_epoch, index.revision + 1))
             self._fire(index.apply(decision.writes))
             return decision, written
 
     def _note_confirmed(self, front_epoch: int, revision: int, written: asyncio.Future[None]) -> None:
         if not written.cancelled() and written.exception() is None:
-            self._tell_confirmed(revision)
+            self._on_confirmed(revision)
             record("confirmed", front_epoch=front_epoch, revision=revision)
             failpoint("buffer.after_write")
-
-    def _tell_confirmed(self, revision: int) -> None:
-        if self._on_confirmed is not None:
-            self._on_confirmed(revision)
 
     def _pass_time(self, index: Index) -> None:
         """Extend all deadlines after an outage, and end everything whose deadline has passed."""
@@ -342,7 +340,7 @@ class Coordinator:
             index, front_epoch=opened.front_epoch, idle_ms=opened.idle_ms, lost_writes=opened.lost_writes
         )
         # Reset only after the loss is logged: if this front dies before, the next front logs it.
-        self._tell_confirmed(opened.revision)
+        self._on_confirmed(opened.revision)
         if opened.idle_ms:
             self._take(index, ExtendDeadlines(opened.idle_ms))
         if opened.lost_writes:
@@ -435,13 +433,6 @@ async def _happens(event: asyncio.Event, limit_s: float) -> bool:
             return await event.wait()
     except TimeoutError:
         return False
-
-
-async def _confirmed(written: Awaitable[None]) -> None:
-    try:
-        await written
-    except StoreError as error:
-        raise _unavailable(error) from error
 
 
 def _unavailable(error: StoreError) -> FaultError:

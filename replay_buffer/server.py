@@ -320,8 +320,7 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
         stack.callback(mark.close)
         # A Redis started by the job runs on this host, so large episodes are files beside it. Routes are
         # always files, wherever Redis runs.
-        folder = embedded.data_dir / EPISODES if embedded is not None else None
-        beside = ctx.run_dir / "buffer" / EPISODES if folder is None else folder
+        beside = ctx.run_dir / "buffer" / EPISODES
         store = Store(
             address,
             job.job,
@@ -330,7 +329,7 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
             clock,
             max_bytes=rules.max_bytes,
             confirmed=mark.read(),
-            folder=folder,
+            folder=beside if embedded is not None else None,
             routes=RouteFiles(beside),
         )
         revive = embedded.start if embedded is not None else None

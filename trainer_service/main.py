@@ -157,9 +157,11 @@ def _rl(ctx: ServiceContext, training: TrainingRun, closing: ExitStack, whole: J
     files = companion_files(ctx.job.model, ctx.job.trainer.dtype)
     restored, left = _newest(ctx, ranks, backend)
     job, name, keys = ctx.job.job, ctx.name, ctx.keys
-    buffer = closing.enter_context(
-        SyncClient(ctx.buffer, job=job, role="trainer", name=name, access=keys, timeout_s=BUFFER_PATIENCE_S)
+    buffer = SyncClient(
+        ctx.buffer, job=job, role="trainer", name=name, access=keys, timeout_s=BUFFER_PATIENCE_S
     )
+    closing.callback(buffer.close)
+    buffer.connect()
     publisher: Publisher | PieceWriter
     if ranks.first:
         publisher = made = make_publisher(

@@ -251,6 +251,14 @@ def remove_beneath(root: Path, name: str) -> None:
             os.unlink(last, dir_fd=folder)
 
 
+def delete_path(path: Path) -> None:
+    """Delete a file, a link or a whole folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 _FLOCK = struct.Struct("hhqqi0q")  # `struct flock` of Linux with 64-bit offsets
 
 

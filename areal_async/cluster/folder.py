@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -104,16 +104,11 @@ class ClusterFolder:
 
     def controller(self) -> Owner | None:
         """Return the process that is the controller now; None if no controller runs."""
-        try:
-            fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            return None
-        try:
-            if not is_locked(fd):
-                return None
-        finally:
-            os.close(fd)
-        return Owner.read(self.path / "lock") or Owner(0, "")  # it has not recorded its pid yet
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        with suppress(OSError), os.fdopen(os.open(self.path / "lock", flags), "rb") as lock:
+            if is_locked(lock.fileno()):
+                return Owner.read(self.path / "lock") or Owner(0, "")  # it has not recorded its pid yet
+        return None
 
     def url(self) -> str | None:
         """Return the URL of the controller; None if no controller runs. The address of a dead controller is
@@ -136,11 +131,8 @@ class ClusterFolder:
         """Return whether a dead controller left active jobs. Call it only if no controller runs."""
         if not self.database.exists():
             return False
-        store = JobStore(self.database)
-        try:
+        with closing(JobStore(self.database)) as store:
             return bool(store.in_states(ACTIVE, most=1))
-        finally:
-            store.close()
 
     def make_tokens(self) -> None:
         """Make tokens if none exist."""

@@ -30,13 +30,11 @@ def read_log(path: Path, offset: int, most_bytes: int) -> tuple[bytes, int]:
     A log that is shorter than `offset` was restarted and is read from its beginning."""
     if (fd := _open(path)) is None:
         return b"", 0
-    try:
+    with os.fdopen(fd, "rb"):
         if os.fstat(fd).st_size < offset:
             offset = 0
         found = os.pread(fd, most_bytes, offset)
         return found, offset + len(found)
-    finally:
-        os.close(fd)
 
 
 def _open(path: Path) -> int | None:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import importlib
 import inspect
 import json
 import sys
@@ -43,6 +42,7 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec
 from inspect import Parameter
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, Literal, NotRequired
 
@@ -91,7 +91,7 @@ class Registry:
     @cached_property
     def built_in(self) -> Mapping[str, str]:
         """Return the owner's table: name → `module:attribute`."""
-        found: Mapping[str, str] = _imported(self.table)
+        found: Mapping[str, str] = resolve_name(self.table)
         return found
 
     @cached_property
@@ -108,7 +108,7 @@ class Registry:
         """Load the part called `name`. If the name is a path, run the file's code, once per process. Raises
         `PartError` if there is no such part or its module cannot be imported."""
         if name in self.built_in:
-            return _imported(self.built_in[name])
+            return resolve_name(self.built_in[name])
         if name in self.installed:
             try:
                 return self.installed[name].load()
@@ -254,11 +254,6 @@ def _meant(attribute: str, defined: Collection[str]) -> str:
     if close := difflib.get_close_matches(attribute, defined, n=1):
         return f"Did you mean {close[0]!r}?"
     return f"It defines {', '.join(defined) or 'nothing'}."
-
-
-def _imported(reference: str) -> Any:
-    module, _, attribute = reference.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def section_mistakes(

@@ -102,9 +102,8 @@ def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
     """Read and check a whole task file. The columns `extra` are read in addition to a task's columns. Raises
     `TaskFileError`."""
     columns = frozenset((*COLUMNS, *extra))
-    rows, path = [], task_file(path)
-    for where, row in task_rows(path, columns):
-        rows.append(task_row(where, row))
+    path = task_file(path)
+    rows = [task_row(where, row) for where, row in task_rows(path, columns)]
     if not rows:
         raise TaskFileError(f"task file {path} has no rows: it needs at least one task.")
     with os.fdopen(open_regular(path), "rb") as file:

@@ -30,6 +30,7 @@ from areal_async.base.own_files import (
     NotOurs,
     check_owner,
     close_folder,
+    delete_path,
     is_locked,
     is_own_folder,
     lock_file,
@@ -252,10 +253,8 @@ def _clear(run_dir: Path, overwrite: bool) -> None:
             f"{go_on}or add --overwrite to delete it and start anew."
         )
     for entry in run_dir.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.name != LOCK:
-            entry.unlink()
+        if entry.name != LOCK:
+            delete_path(entry)
 
 
 def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFolders:

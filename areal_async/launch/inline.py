@@ -19,9 +19,9 @@ from __future__ import annotations
 import asyncio
 import bdb
 import dataclasses
-import importlib
 import os
 import pdb
+import pkgutil
 import select
 import signal
 import sys
@@ -287,8 +287,7 @@ def services_left() -> bool:
 
 def _main_of(role: Role) -> Callable[[ServiceContext], Awaitable[None]]:
     """Return the main function of a service; the trainer's is synchronous."""
-    module, _, name = MAINS[role].partition(":")
-    main: Callable[[ServiceContext], Awaitable[None]] = getattr(importlib.import_module(module), name)
+    main: Callable[[ServiceContext], Awaitable[None]] = pkgutil.resolve_name(MAINS[role])
     return main
 
 

@@ -154,14 +154,6 @@ def _cpu_s(pids: set[int]) -> dict[int, float]:
     return {pid: with_children(pid) for pid in pids}
 
 
-def _log_failure(watching: Future[None]) -> None:
-    """Log the error that has ended the watch."""
-    try:
-        watching.result()
-    except Exception:
-        log.exception("the watch of the run has failed")
-
-
 class Monitor:
     """Feeds a `StatusAggregator` and passes each status of the run to `show`, including the last, until it is
     stopped."""
@@ -199,7 +191,6 @@ class Monitor:
         """Watch from now on, until `stop`."""
         self._thread = LoopThread("monitor")
         self._watching = self._thread.begin(self._watch())
-        self._watching.add_done_callback(_log_failure)
 
     def stop(self) -> None:
         """Query the services once more, then end the thread. May be called again."""
@@ -247,6 +238,8 @@ class Monitor:
                     self._show = lambda status: None
                 if self._stopping.is_set():
                     return
+        except Exception:
+            log.exception("the watch of the run has failed")
         finally:
             for task in self._asking.values():
                 task.cancel()

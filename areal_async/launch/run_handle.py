@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -174,11 +174,14 @@ class Run:
             raise RunFolderError(f"the run in {self.folder} has not finished: it has no summary yet.")
         return summary
 
-    def ask(self, request: Request[R], *, timeout_s: float) -> R:
-        """Return the supervisor's answer. Raises `FaultError` if it refuses, and `RpcTimeout` if it does not
+    def ask(
+        self, request: Request[R], *, timeout_s: float, server: Literal["supervisor", "buffer"] = "supervisor"
+    ) -> R:
+        """Return the answer of `server`. Raises `FaultError` if it refuses, and `RpcTimeout` if it does not
         answer."""
         assert self.topology is not None
-        address = Address(self.topology.control, "supervisor")
+        endpoints = {"supervisor": self.topology.control, "buffer": self.topology.buffer}
+        address = Address(endpoints[server], server)
         client = SyncClient(address, job=self.job.job, role="cli", name="cli", access=self.keys)
         with closing(client):
             client.connect(CONNECT_S)

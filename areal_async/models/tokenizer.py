@@ -11,11 +11,11 @@ which loads the folder in the same way as `AutoTokenizer`.
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from areal_async.base.cache import digest_of, keep, recall
@@ -42,8 +42,7 @@ def load_tokenizer(folder: Path) -> Any:
             from transformers import AutoTokenizer
 
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        module, _, name = tokenizer_class(folder).partition(":")
-        loader = getattr(importlib.import_module(module), name)
+        loader = resolve_name(tokenizer_class(folder))
         return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split()).rstrip(".")

@@ -418,17 +418,6 @@ class SyncClient:
     def endpoint(self) -> str:
         return self._client.endpoint
 
-    def __enter__(self) -> SyncClient:
-        try:
-            self.connect()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def connect(self, timeout_s: float = 10.0) -> Welcome:
         with self._starting:  # several threads may call first, but the client has one loop
             if self._thread is None:

@@ -15,7 +15,6 @@ import hashlib
 import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ import msgspec
 from blake3 import blake3
 
 from areal_async.base.events import failpoint
-from areal_async.base.own_files import NotBeneath, map_path, open_beneath, sync, take_lock
+from areal_async.base.own_files import NotBeneath, delete_path, map_path, open_beneath, sync, take_lock
 from areal_async.base.retry import Tries
 from areal_async.storage.remote import (
     PART_BYTES,
@@ -81,7 +80,7 @@ def fetch(
     record = target.with_name(f".{target.name}.fetched")
     with _alone(target):
         for left in target.parent.glob(f".{target.name}.*.tmp"):  # Files of a killed process
-            _delete(left)
+            delete_path(left)
         for _ in range(ROUNDS):
             files = remote.listing()
             marker = _marker_of(remote, files)
@@ -100,12 +99,12 @@ def fetch(
                 _compare(url, fresh, wanted, marker)
                 check(fresh)
                 record.unlink(missing_ok=True)
-                _delete(target)
+                delete_path(target)
                 fresh.rename(target)
                 record.write_bytes(msgspec.json.encode(FetchRecord(url, wanted)))
                 return
             finally:
-                _delete(fresh)
+                delete_path(fresh)
     raise StorageError(f"{url} changes while it is read. Wait until whoever writes there has finished.")
 
 
@@ -221,10 +220,3 @@ def _alone(target: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

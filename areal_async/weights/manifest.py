@@ -8,7 +8,6 @@ in a notice covers the whole file.
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +15,7 @@ import msgspec
 from blake3 import blake3
 
 from areal_async.base.errors import SnapshotError
+from areal_async.base.own_files import delete_path
 from areal_async.base.versions import POLICY_NAME, VersionTag
 
 MANIFEST_SCHEMA = 4
@@ -154,7 +154,4 @@ def remove_snapshots(root: Path) -> None:
     `OSError`."""
     for path in root.iterdir():
         if _OURS.fullmatch(path.name):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            delete_path(path)

@@ -183,15 +183,12 @@ class Index:
             _belongs(self.leases_of, lease_id, self.leases.get(lease_id), lease, "worker")
             _put(self.leases, lease_id, lease)
         for claim_id, claim in writes.claims.items():
-            self._set_claim(claim_id, claim)
+            self.deadlines.set(claim_id, None if claim is None else (claim.deadline_ms,))
+            _belongs(self.claims_of, claim_id, self.claims.get(claim_id), claim, "scorer")
+            _put(self.claims, claim_id, claim)
         for key, batch in writes.batches.items():
             _put(self.batches, key, batch)
         return edges
-
-    def _set_claim(self, claim_id: str, claim: ClaimRecord | None) -> None:
-        self.deadlines.set(claim_id, None if claim is None else (claim.deadline_ms,))
-        _belongs(self.claims_of, claim_id, self.claims.get(claim_id), claim, "scorer")
-        _put(self.claims, claim_id, claim)
 
     def _set_group(self, group_id: str, group: GroupRecord | None) -> set[Edge]:
         old = self.groups.get(group_id)

@@ -19,6 +19,7 @@ import os
 import secrets
 import shlex
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -217,11 +218,8 @@ class EmbeddedRedis:
                     raise StoreUnavailable(said, "disk")
                 raise StoreUnusable(said + (self._how_to_mend(binary) if "check-aof" in said else ""))
             try:
-                redis = await RedisConnection.open(self.url)
-                try:
+                with closing(await RedisConnection.open(self.url)) as redis:
                     await redis.ask("PING")
-                finally:
-                    redis.close()
                 return
             except StoreUnavailable as error:
                 if "LOADING" in str(error):

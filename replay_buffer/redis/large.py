@@ -253,15 +253,15 @@ class BlobFiles:
         path = self._folder / name
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            _write_all(fd, parts)
-            if self._durability != "memory":
-                os.fdatasync(fd)
-                sync(self._folder)
+            with os.fdopen(fd, "wb") as file:
+                file.writelines(parts)
+                if self._durability != "memory":
+                    file.flush()
+                    os.fdatasync(fd)
+                    sync(self._folder)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        finally:
-            os.close(fd)
 
     def _map(self, ref: BlobRef) -> memoryview | None:
         try:
@@ -288,10 +288,3 @@ class BlobFiles:
             for place, ref in refs
             if sizes.get(name, 0) < ref.at + ref.size_bytes
         ]
-
-
-def _write_all(fd: int, parts: list[Bytes]) -> None:
-    for part in parts:
-        rest = memoryview(part)
-        while rest:
-            rest = rest[os.write(fd, rest) :]

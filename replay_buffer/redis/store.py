@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, TypeVar
 
 import hiredis
 import msgspec
@@ -29,6 +30,8 @@ from replay_buffer.routes import RouteFiles
 SCRIPT = files("replay_buffer.redis").joinpath("write.lua").read_bytes()
 TAKE_SCRIPT = files("replay_buffer.redis").joinpath("take_over.lua").read_bytes()
 ROOM_SHARE = 0.99  # A full Redis has room again below this share of its maxmemory
+
+T = TypeVar("T")
 
 _decode_meta = msgspec.msgpack.Decoder(LedgerMeta).decode
 _decode_group = msgspec.msgpack.Decoder(GroupRecord).decode
@@ -139,10 +142,10 @@ class Store:
         if self.full and not attachments:
             parcel.commands.before_all("HDEL", ("",))
         written = self._writer.submit(revision, parcel.commands, parcel.ahead)
-        if parcel.files_freed:
-            written.add_done_callback(partial(self._free_files, parcel.files_freed))
+        if self._files is not None and parcel.files_freed:
+            written.add_done_callback(partial(_free, self._files.remove, parcel.files_freed))
         if self.routes is not None and writes.freed:
-            written.add_done_callback(partial(self._free_routes, {**writes.freed}))
+            written.add_done_callback(partial(_free, self.routes.free, {**writes.freed}))
         return written
 
     async def blobs(self, wanted: Sequence[EpisodeKey]) -> list[Bytes | None]:
@@ -173,7 +176,7 @@ class Store:
         answers = [checked(answer) for answer in await answering]
         for (group_id, samples, _), blobs in zip(asked, answers, strict=False):
             found.update(zip(((group_id, sample) for sample in samples), blobs, strict=True))
-        found.update(zip(in_keys, map(_joined, answers[len(asked) :]), strict=True))
+        found.update(zip(in_keys, map(joined, answers[len(asked) :]), strict=True))
         return [found[place] for place in wanted]
 
     async def used_bytes(self) -> int:
@@ -219,14 +222,6 @@ class Store:
                 await ask("UNLINK", name)
             await ask("SREM", self._keys.staged, staged)
         return () if self._files is None else tuple(await self._files.open(self._large.in_files()))
-
-    def _free_files(self, names: list[str], written: asyncio.Future[None]) -> None:
-        if self._files is not None and not written.cancelled() and written.exception() is None:
-            self._files.remove(names)
-
-    def _free_routes(self, freed: dict[str, tuple[int, ...] | None], written: asyncio.Future[None]) -> None:
-        if self.routes is not None and not written.cancelled() and written.exception() is None:
-            self.routes.free(freed)
 
     # --- the server ---
 
@@ -293,12 +288,9 @@ class Store:
         return Opened(records, int(meta[b"revision"]), self.front_epoch, idle_ms, lost_writes)
 
 
-def _joined(chunks: list[bytes | None]) -> bytes | None:
+def joined(chunks: list[Any]) -> bytes | None:
     """Return one episode joined from its chunks, or None if a chunk is missing."""
-    held = [chunk for chunk in chunks if chunk is not None]
-    if len(held) < len(chunks):
-        return None
-    return held[0] if len(held) == 1 else b"".join(held)
+    return None if None in chunks else b"".join(chunks)
 
 
 async def read_ledger(
@@ -333,6 +325,11 @@ async def read_ledger(
 
 
 OLDEST = (6, 0)
+
+
+def _free(remove: Callable[[T], None], freed: T, written: asyncio.Future[None]) -> None:
+    if not written.cancelled() and written.exception() is None:
+        remove(freed)
 
 
 async def check_redis(

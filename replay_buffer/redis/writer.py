@@ -81,7 +81,8 @@ class LedgerWriter:
         self._under_way.append(future)
         for command in ahead:
             self._connection.call(*command).add_done_callback(self._went_ahead)
-        call = script_call(self._sha, self._front_epoch, revision, self._clock.now_ms(), commands)
+        fixed: tuple[Argument, ...] = (*commands.keys, self._front_epoch, revision, self._clock.now_ms())
+        call = ("EVALSHA", self._sha, len(commands.keys), *fixed, *commands.arguments)
         self._connection.call(*call).add_done_callback(partial(self._answered, revision))
         return future
 
@@ -117,11 +118,6 @@ class LedgerWriter:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # marks it as retrieved: its caller may be gone
-
-
-def script_call(sha: str, front_epoch: int, revision: int, now_ms: int, commands: Commands) -> list[Any]:
-    keys = commands.keys
-    return ["EVALSHA", sha, len(keys), *keys, front_epoch, revision, now_ms, *commands.arguments]
 
 
 def fenced(epoch: int) -> StoreFenced:
@@ -269,9 +265,8 @@ class Commands:
         for group_id, kept in writes.blobs.items():
             pairs: list[Argument] = []
             for sample, attachment in kept.items():
-                if (group_id, sample) in elsewhere:
-                    continue
-                pairs += (sample, attachments[attachment])
+                if (group_id, sample) not in elsewhere:
+                    pairs += (sample, attachments[attachment])
             if pairs:
                 self.add("HSET", self._keys.blobs(group_id), pairs)
         self.table(self._keys.groups, writes.groups)

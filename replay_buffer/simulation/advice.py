@@ -98,11 +98,6 @@ def _spread(spread: Spread) -> Spread:
     )
 
 
-def _engine(costs: Costs) -> Costs:
-    names = ("pass_s", "request_s", "prefill_s", "prompt_token_s", "episode_s")
-    return _faster(costs, "engine", names)
-
-
 def _faster(costs: Costs, section: str, names: tuple[str, ...]) -> Costs:
     part = getattr(costs, section)
     changed = part.model_copy(update={name: getattr(part, name) / FASTER for name in names})
@@ -115,7 +110,9 @@ def _reward(costs: Costs) -> Costs:
 
 
 PARTS: dict[str, Callable[[Costs], Costs]] = {
-    "generation": _engine,
+    "generation": lambda costs: _faster(
+        costs, "engine", ("pass_s", "request_s", "prefill_s", "prompt_token_s", "episode_s")
+    ),
     "training": lambda costs: _faster(costs, "trainer", ("step_s", "token_s", "batch_s")),
     "scoring": _reward,
     "publication": lambda costs: _faster(

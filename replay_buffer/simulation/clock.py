@@ -15,8 +15,8 @@ class Clock:
     speed at once. More pieces slow each other down evenly, as under an operating system's scheduler. Times
     are milliseconds."""
 
-    def __init__(self, cores: float = math.inf, start_ms: float = 0.0) -> None:
-        self.now_ms = start_ms
+    def __init__(self, cores: float = math.inf) -> None:
+        self.now_ms = 0.0
         self.events = 0  # Number of past events
         self._cores = cores
         self._order = itertools.count()
@@ -24,10 +24,8 @@ class Clock:
         self._works: list[tuple[float, int, Event]] = []  # Sorted by the work that a core has done by then
         self._demand = 0  # Number of running pieces of work
         self._rate = 1.0
-        self._at_ms, self._at_work_ms = (
-            start_ms,
-            0.0,
-        )  # Time of the last change of the rate, and the work until then
+        self._at_ms = 0.0  # Time of the last change of the rate
+        self._at_work_ms = 0.0  # Work until then
 
     @property
     def work_ms(self) -> float:

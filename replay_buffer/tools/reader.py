@@ -27,7 +27,7 @@ from replay_buffer.redis.address import RedisAddress, StoreUnavailable
 from replay_buffer.redis.connection import RedisConnection, table
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.large import EPISODES, BlobRef, read_ref
-from replay_buffer.redis.store import read_ledger
+from replay_buffer.redis.store import joined, read_ledger
 from replay_buffer.redis.writer import Keys
 
 
@@ -89,8 +89,7 @@ class LedgerReader:
     async def _large(self, ref: BlobRef) -> bytes | None:
         if ref.chunks:
             keys = [self._keys.chunk(ref.name, ref.at + i) for i in range(ref.chunks)]
-            chunks = await self._redis.ask("MGET", *keys)
-            return None if None in chunks else b"".join(chunks)
+            return joined(await self._redis.ask("MGET", *keys))
         return await asyncio.to_thread(_from_file, self._run.folder / "buffer" / EPISODES / ref.name, ref)
 
 

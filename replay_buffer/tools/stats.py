@@ -15,11 +15,9 @@ from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.text import Text
 
-from areal_async.base.addresses import Address
 from areal_async.cli.tools import StatsRequest, facts, plain, run_tool, show
 from areal_async.config.job import JobConfig
 from areal_async.launch.run_handle import Run, find_run
-from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import BufferStats, Stats
 from replay_buffer.ledger.decide import stats as stats_of
 from replay_buffer.redis.address import RedisAddress
@@ -37,12 +35,7 @@ def main(request: StatsRequest) -> None:
 
 def stats_live(run: Run) -> BufferStats:
     """Return the figures of a running buffer. Raises `RpcTimeout` if it does not answer."""
-    assert run.topology is not None
-    address = Address(run.topology.buffer, "buffer")
-    with SyncClient(
-        address, job=run.job.job, role="cli", name="stats", access=run.keys, timeout_s=PATIENCE_S
-    ) as client:
-        return client.call(Stats())
+    return run.ask(Stats(), timeout_s=PATIENCE_S, server="buffer")
 
 
 async def stats_ended(run: Run) -> tuple[BufferStats, int]:

@@ -49,9 +49,10 @@ def runs_in(folder: Path) -> list[Path]:
     it."""
     if (folder / LOCK).exists():
         return [folder]
-    found = {folder / name: _lock_time(folder / name) for name in _names_in(folder) if name.isprintable()}
-    runs = {path: time_s for path, time_s in found.items() if time_s is not None}
-    return sorted(runs, key=lambda path: (-runs[path], path.name))[:MOST_RUNS]
+    places = (folder / name for name in _names_in(folder) if name.isprintable())
+    found = {path: _stamp(path / LOCK)[1] for path in places if is_own_folder(path)}
+    runs = [path for path, changed_ns in found.items() if changed_ns]
+    return sorted(runs, key=lambda path: (-found[path], path.name))[:MOST_RUNS]
 
 
 def run_in(folder: Path, name: str) -> Path:
@@ -68,16 +69,6 @@ def _names_in(folder: Path) -> list[str]:
     with suppress(OSError):
         return os.listdir(folder)
     return []
-
-
-def _lock_time(folder: Path) -> float | None:
-    """Return the modification time of the lock in `folder`. Return None if this is not a run folder of this
-    user."""
-    if not is_own_folder(folder):
-        return None
-    with suppress(OSError):
-        return (folder / LOCK).stat().st_mtime
-    return None
 
 
 def told_of(folder: Path) -> Json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 
@@ -157,9 +156,13 @@ async def test_nothing_is_unbounded_a_full_disk_loses_nothing(a_front, tmp_path,
     folder = tmp_path / "episodes"
     async with a_front(RULES, folder=folder) as front:
         group = await opened(front)
-        full = OSError(errno.ENOSPC, "No space left on device")
+
+        def on_full_disk(fd, mode):
+            os.close(fd)
+            return open("/dev/full", mode)
+
         with monkeypatch.context() as patched:
-            patched.setattr(os, "write", lambda *_: (_ for _ in ()).throw(full))
+            patched.setattr(os, "fdopen", on_full_disk)
             with pytest.raises(FaultError, match="No space left") as failed:
                 await store(front, group, episodes())
             assert failed.value.kind == "unavailable"

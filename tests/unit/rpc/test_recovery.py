@@ -154,11 +154,13 @@ async def test_one_death_is_local_a_killed_server_process_is_replaced_under_its_
 
 ASK = """
 import sys
+from contextlib import closing
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import Arrived
 from tests.unit.rpc.peers import SECRET
 
-with SyncClient(sys.argv[1], job="j", role="r", name="n", access=SECRET) as client:
+with closing(SyncClient(sys.argv[1], job="j", role="r", name="n", access=SECRET)) as client:
+    client.connect()
     print(len(client.exchange(Arrived("t"), timeout_s=60)[1][0]))
 """
 

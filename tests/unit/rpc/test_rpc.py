@@ -2,6 +2,7 @@ import asyncio
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
@@ -283,7 +284,8 @@ async def test_the_blocking_client_keeps_the_same_promises(endpoint):
         return Ok(), attachments
 
     def use(server_endpoint):
-        with SyncClient(server_endpoint, job="j", role="trainer", name="t", access=SECRET) as client:
+        with closing(SyncClient(server_endpoint, job="j", role="trainer", name="t", access=SECRET)) as client:
+            client.connect()
             reply, attachments = client.exchange(Arrived("t"), timeout_s=60, attachments=[b"x"])
             assert (reply, bytes(attachments[0])) == (Ok(), b"x")
             with pytest.raises(FaultError, match="a newer trainer"):
