@@ -1,4 +1,4 @@
-"""Work in daemon threads. A process that exits does not wait for disk or network operations in such
+"""Work in daemon threads. A process that exits does not wait for disk or network operations in daemon
 threads."""
 
 from __future__ import annotations

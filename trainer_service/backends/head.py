@@ -33,7 +33,8 @@ from trainer_service.data.microbatch import MicroBatch
 from trainer_service.errors import ModelError
 
 ALIGNED = 64
-"""The width of tiles is a multiple of this if it is larger, because products are slower on unaligned rows."""
+"""A tile that is wider than this number has a multiple of it as its width, because products are slower on
+unaligned rows."""
 
 
 @dataclass(frozen=True)
