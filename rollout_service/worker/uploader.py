@@ -1,8 +1,8 @@
 """Upload of finished episodes to the buffer, and return of leases.
 
 Promises: an added episode is sent repeatedly until the buffer has acknowledged or refused it, or its lease is
-lost. A lease is closed once no more episodes will come for it. If it is incomplete then, it is returned to
-the buffer with the reason.
+lost. A lease is closed once no more episodes will come for it. A lease that is incomplete at that time is
+returned to the buffer with the reason.
 
 A lease has at most one message in flight. Episodes that finish in the meantime are sent in the next message.
 So short episodes of a group share a message, and a long episode does not delay finished ones.

@@ -92,7 +92,8 @@ class ToolUse:
 
     @staticmethod
     def records_reward(arguments: Mapping[str, Any]) -> bool:
-        """Return whether the workflow records a reward for its episodes. It does if it has an environment."""
+        """Return whether the workflow records a reward for its episodes, which it does if it has an
+        environment."""
         return bool(arguments.get("environment"))
 
     def __init__(self, arguments: Arguments, resources: WorkflowResources) -> None:
@@ -161,7 +162,7 @@ class ToolUse:
 
 async def _generate(ctx: Context, segment: int, turn: int, *, plain: bool, opened: bool) -> tuple[Reply, str]:
     """Return a reply and its text. If a plain reply was stopped at a bracket that does not complete a call,
-    sampling continues until it is a call or ends."""
+    sampling continues until the reply is a complete call or ends."""
     left = ctx.sampling.max_new_tokens
     stop = (*ctx.sampling.stop, PLAIN_STOP) if plain else ctx.sampling.stop
     reply = await ctx.generate(parent=segment, turn=turn, stop=stop)

@@ -96,7 +96,8 @@ class BlockingCalls:
 
 async def contained(work: Awaitable[T]) -> T:
     """Await the user's `work`. An exception that would end this process, or cancel a task without a request
-    to do so, is raised as a RuntimeError. Otherwise an answer of the model could cause such an exception."""
+    to do so, is raised as a RuntimeError. Without this, an answer of the model could end this process or
+    cancel a task."""
     task = asyncio.current_task()
     try:
         return await work
@@ -126,7 +127,7 @@ class Tool:
     function: Callable[..., Any]
     description: str
     parameters: dict[str, Any]
-    """JSON schema of its arguments."""
+    """JSON schema of the tool's arguments."""
     inline: bool = False
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -217,8 +218,8 @@ Arguments = str | Mapping[str, Any]
 async def run_tool(
     resources: WorkflowResources, name: str | Tool, arguments: Arguments, timeout_s: float | None = None
 ) -> ToolAnswer:
-    """Call a tool, by default with the deadline in `resources`. If the arguments are a text, it is the tool's
-    only argument. A mapping has the arguments by name. Errors of the tool become its answer, except that
+    """Call a tool, by default with the deadline in `resources`. A text as `arguments` is the tool's only
+    argument; a mapping has the arguments by name. Errors of the tool become its answer, except that
     `InfrastructureFault` and `CallsBusy` are raised."""
     tools, timeout_s = resources.tools, resources.timeout_s if timeout_s is None else timeout_s
     output_chars = resources.output_chars
