@@ -8,9 +8,10 @@ Promises:
 - Closing the pool leaves no process of its workers' groups.
 - Rewards share the workers' time in equal parts. At most `MAX_QUEUED` calls wait.
 
-The pool does not isolate rewards, because they are the job's own code: a child process in a session of its
-own escapes the kill, and malicious code can forge its worker's messages. If one call of a joint invocation
-makes the invocation fail, the other calls run again. Only one verdict counts.
+The pool does not isolate rewards, because they are the job's own code: a reward's child process in a session
+of its own escapes the kill, and malicious code can forge its worker's messages. A batched reward may get
+several calls in one invocation. If one of the calls makes the invocation fail, the other calls run again, and
+only one verdict of each counts.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class WorkerPool:
         self, specs: Sequence[RewardSpec], *, workers: int, limits: WorkerLimits | None = None
     ) -> None:
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
-        """Done when the pool has given up. After that, every call gets the verdict `Failure`."""
+        """Future that is done when the pool has given up. After that, every call gets the verdict
+        `Failure`."""
         self.capacity = workers
         self._call_s = 0.001
         self._specs = list(specs)
@@ -166,7 +168,8 @@ class WorkerPool:
         self.dispatch()
 
     def on_lost(self, slot: WorkerSlot, cause: str) -> None:
-        """Handle the end of a process, after its last report, and give its running call its verdicts."""
+        """Handle the end of a process, after its last report, and give the call that it was running its
+        verdicts."""
         unit, slot.running = slot.running, None
         if unit is not None:
             spec, elapsed_s = unit.reward.spec, time.monotonic() - unit.began_s
@@ -208,7 +211,7 @@ class WorkerPool:
             self._push(call, front=True)
 
     def _push(self, call: QueuedCall, *, front: bool = False) -> None:
-        """Queue a call, with `front` before calls that no worker has had."""
+        """Queue a call. With `front`, it is placed before calls that no worker has had yet."""
         if self._open():
             self._queue.push(call, front=front)
         else:
