@@ -6,10 +6,10 @@
     def concise(given: RewardInput) -> float:
         return 1.0 if given.ground_truth in given.response and len(given.response) < 200 else 0.0
 
-The job file names it as `reward: {name: path.py:concise}`. The function may be `async`. It returns a real
-number, a `Score` (value and named components) or an `Abstain`. Every other outcome (an exception, another
-type, NaN, a hang, a crash) becomes a verdict that names this outcome, never a score of 0. Functions with the
-signatures of verl and TRL need no mark (`signatures.py`).
+The job file names this reward as `reward: {name: path.py:concise}`. The function may be `async`. It returns a
+real number, a `Score` (value and named components) or an `Abstain`. Every other outcome (an exception,
+another type, NaN, a hang, a crash) becomes a verdict that names this outcome, never a score of 0. Functions
+with the signatures of verl and TRL need no mark (`signatures.py`).
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ DISK_SHARE, MEMORY_SHARE = 0.01, 0.02
 """Largest share of a rank's time for checkpoints on disk with `checkpoint.every_steps: auto`, and for states
 in memory. Both the time that the copy blocks the step and the CPU time of writing count."""
 DISK_LEAST_S = 5.0
-"""Least time between two checkpoints on disk. For each one, the buffer also copies its ledger and frees old
-data."""
+"""Least time between two checkpoints on disk. The limit exists because at each checkpoint the buffer also
+copies its ledger and frees old data."""
 FORGET = 0.25  # Weight of a lower cost in the next expected cost; a higher cost counts fully
 STATE_BYTES_PER_WEIGHT_BYTE = 6
 """Upper bound for the size of a state in bytes per byte of the model's files, until the size is known:

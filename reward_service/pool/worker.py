@@ -5,7 +5,8 @@ Promises: for every unit of work (`WorkUnit`) in which the reward returns or rai
 exactly one verdict per input, validated and of bounded size. A reward's output never reaches the protocol.
 The process dies with its pool. A reward may crash or block the process, and the pool then kills the group.
 
-The pool starts it as `python -m reward_service.pool.worker`. It must stay light: no torch, no numpy.
+The pool starts the process as `python -m reward_service.pool.worker`. The process must stay light: no torch,
+no numpy.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one run. They apply to the program and all its children, unless stated otherwise."""
 
     wall_s: float = 10.0
-    """Most seconds of the run, without the time that the program waited for a processor."""
+    """Limit for the duration of the run in seconds, without the time that the program waited for a
+    processor."""
     cpu_s: float = 4.0
     clock_s: float = 3600.0
     """Seconds of all runs by the clock, including the time that the program waited for the machine.

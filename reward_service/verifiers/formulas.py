@@ -190,7 +190,7 @@ def _size(part: Any, unknown: float) -> float:
 
 
 def _most_terms(formula: Any) -> int:
-    """Return the most terms that a part of the formula has after expansion."""
+    """Return the largest number of terms that a part of the formula has after expansion."""
     import sympy
 
     most, unknowns = 1, len(formula.free_symbols)

@@ -138,7 +138,7 @@ class EngineStats:
     waiting: int
     """Requests in the queue."""
     capacity: int
-    """Most requests computed at once."""
+    """Largest number of requests computed at once."""
     kv_used: float
     """Used share of the KV cache, 0 to 1."""
     tokens_total: int

@@ -24,7 +24,7 @@ MAX_REMEMBERED = 65_536  # Sessions and groups whose replica is remembered
 
 
 def most_requests(capacity: int) -> int:
-    """Return the most requests that a replica of `capacity` may get."""
+    """Return the largest number of requests that a replica of `capacity` may get."""
     return capacity + max(1, int(capacity * FRONT_SHARE))
 
 

@@ -81,7 +81,7 @@ class UploadQueue:
 
     max_episodes: int = 256
     max_bytes: int = 8 << 20
-    """Most bytes of one message. A single larger episode has a message of its own."""
+    """Largest number of bytes of one message. A single larger episode has a message of its own."""
     leases: dict[str, LeaseUpload] = field(init=False, default_factory=dict)
 
     @property

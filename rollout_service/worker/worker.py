@@ -64,8 +64,8 @@ log = get_logger("rollout")
 DRAINED = "drained"  # Reason to return a lease when nothing failed: this worker stops
 LEASE_WAIT_MS = 2000  # Longest time that the buffer may hold a lease request until there is room
 MAX_LEASE_CALLS = 3
-"""Most lease requests in flight: one that names the version served now, and older requests not answered
-yet."""
+"""Largest number of lease requests in flight: one that names the version served now, and older requests not
+answered yet."""
 EMPTY_PAUSE_S = 0.05  # Least seconds between two requests when nothing is granted
 HEARTBEAT_SHARE = 1 / 3
 """Interval between heartbeats, as a share of a lease's duration. With this share, the loss of one heartbeat
@@ -114,7 +114,7 @@ class Worker:
         timing, job = self.timing, self.job
         sections = {policy: job.of(policy).rollout for policy in self.engines}
         self._most = {policy: each.max_concurrent * each.replicas for policy, each in sections.items()}
-        """Most episodes at once while all replicas of a policy serve."""
+        """Largest number of episodes at once while all replicas of a policy serve."""
         self._serving = dict.fromkeys(self.engines, 1.0)
         """Share of each policy's replicas that serve."""
         metrics.CONCURRENCY.set(self.limit)
@@ -160,8 +160,8 @@ class Worker:
 
     @property
     def limit(self) -> int:
-        """Most episodes at once. Each policy allows its `max_concurrent` for each of its serving replicas,
-        and the smallest of these numbers applies. The limit is never less than one group."""
+        """Largest number of episodes at once. Each policy allows its `max_concurrent` for each of its serving
+        replicas, and the smallest of these numbers applies. The limit is never less than one group."""
         most = min(math.floor(most * self._serving[policy]) for policy, most in self._most.items())
         return max(self.job.rollout.group_size, most)
 

@@ -70,7 +70,7 @@ class PolicyEngine:
     render: Renderer
     sampling: Sampling
     max_model_len: int | None = None
-    """Most tokens of a path. None: the limit in the workflow's resources applies."""
+    """Largest number of tokens of a path. None: the limit in the workflow's resources applies."""
 
 
 class AgentAccess(Protocol):
@@ -188,10 +188,9 @@ class Context:
         conversation rendered again. `tools` are schemas for the template of a new path. Further keywords
         replace the job's sampling parameters (`seed=7`, `max_new_tokens=16`, …).
 
-        With `train=False`, the answer is context without gradient, as is required if it is sampled greedily
-        or with top-p or top-k. The first call sets the episode's prompt text, and every call sets its
-        response text. `builder.text` changes either of these. Raises `RequestError` if the engine cannot
-        serve the request."""
+        With `train=False`, the answer is context without gradient. This is required for answers sampled
+        greedily or with top-p or top-k. The first call sets the episode's prompt text, and every call sets
+        its response text; `builder.text` changes both. Raises `RequestError` if the engine refuses."""
         root = parent is None
         agent, policy = self.speaker(agent, policy)
         voice = self.engines[policy]

@@ -119,7 +119,7 @@ class MultiTurn:
         environment_args: dict[str, Any] = Field(default_factory=dict)
         """Arguments of the environment."""
         max_turns: int = Field(default=16, ge=1)
-        """Most replies in an episode, even if the environment is not done."""
+        """Largest number of replies in an episode, even if the environment is not done."""
         reward: Literal["sum", "final"] = "sum"
         """The episode's reward: the sum of the turns' rewards, or the last turn's reward."""
         stop: tuple[str, ...] = ()

@@ -57,7 +57,7 @@ class ToolUse:
         """Format of calls. `plain`: `name(text)` ends a reply; `json`: `<tool_call>{"name": …,
         "arguments": {…}}</tool_call>`."""
         max_calls: int = Field(default=8, ge=0)
-        """Most calls in one episode. The reply after the last call is the answer."""
+        """Largest number of calls in one episode. The reply after the last call is the answer."""
         answer: str = "={answer}\n"
         """Format of a tool's answer in the plain format."""
         error: str = "error: {error}"
@@ -66,7 +66,7 @@ class ToolUse:
         """Deadline in seconds of one call of a tool or of the environment. If a tool call passes it, the
         model reads an error."""
         output_chars: int = Field(default=2000, ge=1)
-        """Most characters of a tool's answer. Longer answers are truncated."""
+        """Largest number of characters of a tool's answer. Longer answers are truncated."""
         environment: str | None = None
         """Environment that asks the question and scores the final answer. None: the question is the task's
         prompt, and `reward.name` scores the answer."""

@@ -204,11 +204,11 @@ class WorkflowResources:
     tools: Mapping[str, Tool] = field(default_factory=dict)
     """The job's tools, by the names that `ctx.tool` takes."""
     max_model_len: int | None = None
-    """Most tokens of a path."""
+    """Largest number of tokens of a path."""
     timeout_s: float = 10.0
     """Deadline in seconds of one call of a tool."""
     output_chars: int = 2000
-    """Most characters of a tool's answer. Longer answers are truncated."""
+    """Largest number of characters of a tool's answer. Longer answers are truncated."""
     blocking: BlockingCalls = field(default_factory=BlockingCalls)
 
 

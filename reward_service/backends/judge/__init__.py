@@ -92,7 +92,7 @@ class JudgeArguments(Section):
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """Further fields of the request. A field set to null is left out."""
     max_in_flight: int = Field(default=16, ge=1, le=65_536)
-    """Most requests in flight."""
+    """Largest number of requests in flight."""
     retries: int = Field(default=4, ge=0, le=1000)
     """Retries of a request after status 408, 409, 425, 429, 500 or above, or a broken connection, within
     `reward.timeout_s`."""

@@ -39,8 +39,8 @@ class RemoteArguments(Section):
     """Required version of the reward. A server with another version is not used. If it is empty, any version
     is accepted."""
     max_in_flight: int = Field(default=256, ge=1, le=65_536)
-    """Most requests in flight at one server, each with one episode or group. The server may set a lower
-    limit."""
+    """Largest number of requests in flight at one server, each with one episode or group. The server may set
+    a lower limit."""
     retries: int = Field(default=3, ge=0, le=1000)
     """Retries of a call that a server lost by a crash or an internal error. If the last retry fails too, the
     verdict of the call is an error. Retries after the refusal `busy` do not count."""

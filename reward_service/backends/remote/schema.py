@@ -45,7 +45,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
     max_inputs: int = 64
     max_body_bytes: int = 32 << 20
     max_in_flight: int = 8
-    """Most requests of one client in flight."""
+    """Largest number of requests of one client in flight."""
 
 
 class RewardInfo(msgspec.Struct, frozen=True):

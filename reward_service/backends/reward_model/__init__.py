@@ -43,9 +43,10 @@ class RewardModelArguments(Section):
     activation: Literal["none", "sigmoid"] = "none"
     """Function that is applied to the output of a model with one output."""
     max_batch: int = Field(default=32, ge=1, le=65_536)
-    """Most texts in one batch."""
+    """Largest number of texts in one batch."""
     max_batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens in one batch, including padding. A single longer text is a batch of its own."""
+    """Largest number of tokens in one batch, including padding. A single longer text is a batch of its
+    own."""
     max_tokens: int = Field(default=4096, ge=1)
     """Longest text in tokens of the reward model, limited by the model's own maximum."""
     on_long: Literal["fail", "cut"] = "fail"

@@ -1,9 +1,9 @@
 """The reward `reward_model`: a sequence-classification model in a pool of one worker.
 
-It has the promises of the pool: every call gets its verdict exactly once. Up to `max_batch` waiting texts are
-computed together. If a batch passes the deadline or its process dies, its texts are computed again one by
-one. Only a text that fails again gets no score. After the death of the process, the model is loaded again
-before that.
+The backend keeps the promises of the pool: every call gets its verdict exactly once. Up to `max_batch`
+waiting texts are computed together. If a batch passes the deadline or its process dies, its texts are
+computed again one by one. Only a text that fails again gets no score. After the death of the process, the
+model is loaded again before that.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The process that starts jails. It handles one request at a time: it starts a jail, watches it and answers.
 
-`Sandbox` starts it with an empty environment. The launcher is in the memory group of its jails, because a
-process begins in its parent's group at no cost, while moving it to another group later takes 20 ms. The
-launcher ends when its client ends, and its jail ends with it.
+`Sandbox` starts the launcher with an empty environment. The launcher is in the memory group of its jails,
+because a process begins in its parent's group at no cost, while moving it to another group later takes 20 ms.
+The launcher ends when its client ends, and its jail ends with it.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class ModelFacts:
     vocab_size: int
     """Number of rows of the embedding. Ids from this number on may crash a server."""
     positions: int | None
-    """Most positions of the model. None: its configuration sets no limit."""
+    """Largest number of positions of the model. None: its configuration sets no limit."""
     layers: int = 0
     """Number of blocks of the model. 0: its configuration does not say."""
 
@@ -131,7 +131,7 @@ class Patience:
     misses: int = 3
     """Number of consecutive probes without an answer."""
     span_s: float = 20.0
-    """Least seconds from the start of the first of these probes to the end of the last."""
+    """Shortest time in seconds from the start of the first of these probes to the end of the last."""
     pause_s: float = 0.25
     """Seconds between two probes."""
 
@@ -150,9 +150,9 @@ class ServerSettings:
     otherwise."""
 
     slots: int
-    """Most requests computed at once."""
+    """Largest number of requests computed at once."""
     max_model_len: int
-    """Most tokens of prompt and answer together."""
+    """Largest number of tokens of prompt and answer together."""
     update_mode: UpdateMode = "recompute"
     device: str = "cpu"
     gpus: tuple[str, ...] = ()
@@ -173,7 +173,7 @@ class ServerSettings:
     arguments: Mapping[str, Flag] = field(default_factory=dict)
     """More flags for a server started here."""
     ready_s: float = 900.0
-    """Most seconds until the server is ready."""
+    """Seconds within which the server must be ready."""
     mixture: Mixture | None = None
     """The model's mixture of experts, if the server must report routes."""
     must_route: bool = False
@@ -271,7 +271,7 @@ class Launch:
     weights: Directory
     """First weights."""
     max_model_len: int
-    """Most tokens of prompt and answer together, limited by the model's positions."""
+    """Largest number of tokens of prompt and answer together, limited by the model's positions."""
     port: int = 0
 
 
@@ -347,7 +347,7 @@ class ServerAdapter(ABC):
 
     @property
     def capacity(self) -> int:
-        """Most requests that the server computes at once."""
+        """Largest number of requests that the server computes at once."""
         return self.settings.slots
 
     # --- starting ------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ from rollout_service.engines.http.process import Liveness, ServerProcess, attach
 log = get_logger("engine")
 
 MAX_CACHED_VERSIONS = 1024
-"""Most versions whose sessions can still use their cache in mode `session`."""
+"""Largest number of versions whose sessions can still use their cache in mode `session`."""
 
 
 ABORT_AGAIN_S = 0.25  # Pause before an abort that found no request in the server is repeated

@@ -50,8 +50,8 @@ class Finished:
 
 @dataclass(eq=False)
 class EngineCore:
-    """Core of the local engine. `prefill_tokens` is the most tokens, including padding, in one prefill pass.
-    A longer prompt gets a pass of its own."""
+    """Core of the local engine. `prefill_tokens` is the largest number of tokens, including padding, in one
+    prefill pass. A longer prompt gets a pass of its own."""
 
     model: LocalModel
     _: KW_ONLY

@@ -70,7 +70,7 @@ class LocalEngine:
     """Folder of the architecture and the tokenizer. Snapshots provide the weights."""
     _: KW_ONLY
     slots: int
-    """Most requests computed at once."""
+    """Largest number of requests computed at once."""
     max_model_len: int
     update_mode: Literal["recompute", "keep"] = "recompute"
     device: str = "cpu"

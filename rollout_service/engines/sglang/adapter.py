@@ -50,8 +50,8 @@ from rollout_service.engines.sglang.messages import (
 from rollout_service.engines.sglang.weights import TensorReceiver, load_directory
 
 MAX_CPU_TOKENS = 65536
-"""Most tokens of KV on a CPU, unless a single request of full length needs more. If all slots together need
-fewer, the server gets only those. SGLang's own default takes most of the machine's memory."""
+"""Largest number of tokens of KV on a CPU, unless a single request of full length needs more. If all slots
+together need fewer, the server gets only those. SGLang's own default takes most of the machine's memory."""
 RESERVED = {
     "model-path": "weights come from snapshots",
     "tokenizer-path": "set `model`",

@@ -61,7 +61,8 @@ RANK_S = 1.0
 """Additional grace for each rank before the engine's rank. With gloo, members pass bytes only to higher
 ranks. So a rank that hangs must give up before the higher ranks that wait for it; its end releases them."""
 LONGEST_BREAK = 63
-"""Most updates taken from the directory after repeated failures, before a group is tried again."""
+"""Largest number of updates taken from the directory after repeated failures, before a group is tried
+again."""
 
 FLUSH_ATTEMPTS = 20
 FLUSH_PAUSE_S = 0.05

@@ -9,8 +9,8 @@ The following state is always in memory:
 
 - Parameters 4 P / S, gradients 4 P / S, AdamW's moments 8 P / S. They are fp32 and sharded alike (ZeRO stage
   3, arXiv:1910.02054 section 5.3; `fully_shard` of torch). Offloaded moments are in host memory.
-- With adapters (LoRA): c P / S for the frozen model, and the line above for the adapters alone. These are A
-  [r, in] and B [out, r] of each adapted layer [out, in]. Frozen parameters have no gradients in a pass.
+- With adapters (LoRA): c P / S for the frozen model, and the line above for the adapters alone. The adapters
+  are A [r, in] and B [out, r] of each adapted layer [out, in]. Frozen parameters have no gradients in a pass.
 - Each further model adds the same. A frozen model takes c P / S, or 4 P / S if it follows another. The state
   of all models is in memory during the passes of one (`planned`).
 
