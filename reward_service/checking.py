@@ -32,7 +32,8 @@ LIBRARIES = (
 
 
 class NoVerdict(Exception):
-    """The result of a reward cannot be used. The caller must use the error in `verdict` instead of it."""
+    """The result of a reward cannot be used. `verdict` is the error that the caller must use as the
+    verdict."""
 
     def __init__(self, message: str, kind: str = "return_type") -> None:
         super().__init__(message)

@@ -465,9 +465,9 @@ class CheckpointReader:
     def newest_of_all(self, root: Path, store: CheckpointStore | None) -> Checkpoint | None:
         """Return the newest checkpoint in `root` or in `store`.
 
-        A newer one in the store is first downloaded to this host; with several hosts, each rank downloads it
-        to its own host. A local one that the store lacks is uploaded. If ranks are on several hosts, only
-        checkpoints in the store count."""
+        A newer checkpoint in the store is first downloaded to this host; with several hosts, each rank
+        downloads it to its own host. A local checkpoint that the store lacks is uploaded. If ranks are on
+        several hosts, only checkpoints in the store count."""
         if store is None:
             return self.newest(root)
         ranks = self.ranks

@@ -54,8 +54,8 @@ class SandboxArguments(Section):
 
     sandbox: Level = "isolated"
     """Isolation of programs (docs/sandbox.md). With `isolated`, a job is refused if its programs cannot be
-    isolated. With `none`, programs are plain child processes of the service. They have all its rights, and
-    nothing protects the machine from them."""
+    isolated. With `none`, programs are plain child processes of the service. These processes have all rights
+    of the service, and nothing protects the machine from them."""
     cpu_s: float = Field(default=2.0, gt=0)
     """CPU time of one case, in seconds."""
     wall_s: float = Field(default=5.0, gt=0)
@@ -64,8 +64,8 @@ class SandboxArguments(Section):
     """Memory of all processes of one run."""
     environment: FolderOrName = ""
     """Python for programs and tests: a virtual environment or an interpreter, whose packages can then be
-    imported. If it is empty, they can import the standard library, and numpy if it is installed in this
-    project's environment."""
+    imported. If this field is empty, programs and tests can import the standard library, and numpy if it is
+    installed in this project's environment."""
     processes: int = Field(default=16, ge=2, le=65_536)
     """Processes and threads of one run."""
     budget_s: float = Field(default=8.0, gt=0)

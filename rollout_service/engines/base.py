@@ -250,7 +250,7 @@ or to part of a character."""
 
 def stop_window(stop: Sequence[str]) -> int:
     """Return how many of the newest tokens to decode, to find every stop string that ends in the newest
-    token. A token that decodes to text decodes to at least one byte of it."""
+    token. Every token that decodes to any text adds at least one byte, which bounds this number."""
     return max(len(s.encode()) for s in stop) + EXTRA_TOKENS
 
 

@@ -71,7 +71,7 @@ class GatewaySetup(msgspec.Struct, frozen=True):
 
     job: str
     name: str
-    """The worker's name. The endpoints between worker and gateway are named after it."""
+    """The worker's name. The endpoints between worker and gateway are named after the worker."""
     host: RunHost
     keys: RoleKeys  # Keys of the worker's role
     section: dict[str, Any]  # `rollout.gateway`

@@ -1,8 +1,8 @@
 """The gateway's process: an HTTP server for agents, which keeps the conversations of their episodes.
 
 Promises: it serves only requests with the key of a running episode. Other keys, including keys of ended
-episodes, get 401 with the reason. Engine and episodes are in the worker, and the gateway sends requests to it
-over a socket. The gateway ends when its worker ends. Keys are never logged.
+episodes, get 401 with the reason. Engine and episodes are in the worker, and the gateway sends requests to
+the worker over a socket. The gateway ends when its worker ends. Keys are never logged.
 
 A call is recorded at one point: after the last byte with content was sent to a client that is still
 connected, and before the empty chunk that ends the reply. So once a client has read a whole reply, the answer
@@ -50,7 +50,7 @@ CONNECTIONS = 1024
 BODIES_AT_ONCE = 64  # Most bodies of maximum length held at a time, or more shorter bodies
 ANSWER_GRACE_S = 60.0
 """Seconds after the deadline of a call within which the agent may still receive an answer that was finished
-just before it."""
+just before the deadline."""
 
 
 class Front:

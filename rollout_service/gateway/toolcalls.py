@@ -146,8 +146,8 @@ class ScannedText:
         return known
 
     def decode(self, at: int) -> tuple[Any, int]:
-        """Return the JSON value after blanks, and the position after it and further blanks. Raises
-        `ValueError`."""
+        """Return the JSON value after blanks, and the position after the value and the blanks that follow it.
+        Raises `ValueError`."""
         if self._failed > MOST_FAILED:
             raise ValueError("too many calls are malformed")
         try:

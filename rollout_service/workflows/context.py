@@ -101,7 +101,7 @@ class Context:
     """Deadline of the episode's requests, as in `GenerateRequest`."""
     agents: AgentAccess | None = None
     greedy: bool = False
-    """Sample everything greedily, and train on none of it."""
+    """Whether all answers are sampled greedily; none of them is trained."""
     routes: bool = False
     """Request the routes of all tokens from the engine, and record them."""
 

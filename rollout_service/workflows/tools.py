@@ -95,9 +95,9 @@ class BlockingCalls:
 
 
 async def contained(work: Awaitable[T]) -> T:
-    """Await the user's `work`. An exception that would end this process, or cancel a task without a request
-    to do so, is raised as a RuntimeError. Without this, an answer of the model could end this process or
-    cancel a task."""
+    """Await the user's `work`. An exception that would end this process, or cancel a task although no
+    cancellation was requested, is raised as a RuntimeError. Without this, an answer of the model could end
+    this process or cancel a task."""
     task = asyncio.current_task()
     try:
         return await work

@@ -94,7 +94,8 @@ def orpo(given: Sequences, *, beta: float) -> Tensor:
 
 
 def log_one_less(p: Tensor) -> Tensor:
-    """Return log(1 - eᵖ) for p <= 0, accurate both near 0 and far from it. p is clamped to at most -1e-12."""
+    """Return log(1 - eᵖ) for p <= 0, accurate for p near 0 and for p far below 0. p is clamped to at most
+    -1e-12."""
     p = p.clamp(max=-1e-12)
     near = p > -0.6931
     return torch.where(

@@ -33,7 +33,7 @@ from trainer_service.data.microbatch import MicroBatch
 from trainer_service.errors import ModelError
 
 ALIGNED = 64
-"""A tile that is wider than this number has a multiple of it as its width, because products are slower on
+"""Tiles wider than this number have a width that is a multiple of the number, because products are slower on
 unaligned rows."""
 
 

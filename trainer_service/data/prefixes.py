@@ -175,8 +175,8 @@ def _trees(rows: list[TrainingRow], shared: list[int], budget: int) -> list[Tree
 def places_of(
     rows: Sequence[TrainingRow], starts: NDArray[np.int64], *, before: int = 1
 ) -> NDArray[np.int64]:
-    """Return i64 [S]: for each unit of the rows, the place in the pack of the token before it, which predicts
-    it.
+    """Return i64 [S]: for each unit of the rows, the place in the pack of the previous token, which predicts
+    the unit.
 
     With `before` 0, return the place of the unit's own token instead. `starts` i64 [R] are the places of each
     row's first own token."""

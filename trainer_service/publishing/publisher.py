@@ -5,8 +5,8 @@ Promises:
   receiver is told of the snapshot before that. `writing.py` describes which part of the work the trainer
   waits for.
 - A separate thread serves receivers, so receivers and training steps do not delay each other.
-- The full snapshot is announced at once. If a delta is still being made, only receivers that can use it wait
-  for it.
+- The full snapshot is announced at once. If a delta is still being made, only receivers that can use the
+  delta wait for it.
 - `retention.py` bounds the number of snapshots. The files of an old snapshot are reused for a new one after
   the last reader has finished.
 - `close` leaves no thread, no socket and no file.
@@ -95,7 +95,7 @@ class Publisher(PieceWriter):
         self._written: dict[VersionTag, SnapshotInfo] = {}
         self._retired: list[Path] = []
         """Folders without readers, to be removed in the background, because removing gigabytes takes a while
-        and no step may wait for it."""
+        and no step may wait for that."""
         self._acks: deque[AckSnapshot] = deque(maxlen=MAX_ACKS)
         self._finished = False
         self._closing = False

@@ -219,8 +219,8 @@ def verdict_of(
     """Return the verdict that follows from `votes` and from the reasons of the `lost` votes.
 
     With fewer votes than `needed`, the result is the verdict for a lost vote. If a broken server lost a vote,
-    it is the verdict for that vote, and otherwise the one for a reply without a grade. A tie of a majority
-    vote is an `Abstain`. With several votes, the score has the number and the spread of the votes as
+    this is the verdict for that vote. Otherwise it is the verdict for a reply without a grade. A tie of a
+    majority vote is an `Abstain`. With several votes, the score has the number and the spread of the votes as
     components.
     """
     asked = len(votes) + len(lost)

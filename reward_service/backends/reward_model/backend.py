@@ -2,8 +2,8 @@
 
 The backend keeps the promises of the pool: every call gets its verdict exactly once. Up to `max_batch`
 waiting texts are computed together. If a batch passes the deadline or its process dies, its texts are
-computed again one by one. Only a text that fails again gets no score. After the death of the process, the
-model is loaded again before that.
+computed again one by one. Only a text that fails again gets no score. If the process has died, the model is
+loaded again before these texts are computed.
 """
 
 from __future__ import annotations

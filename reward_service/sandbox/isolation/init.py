@@ -5,8 +5,8 @@ from inside reaches it, and the kernel kills all of them when process 1 dies. Wi
 process adopts all orphans of the program until the launcher kills them.
 
 The launcher passes the source of this module to the interpreter through a descriptor, because the user of the
-program may be unable to read its folder. The module therefore imports only modules of the standard library,
-and only ones that load quickly.
+program may be unable to read the folder of the module. The module therefore imports only modules of the
+standard library, and only ones that load quickly.
 """
 
 from __future__ import annotations

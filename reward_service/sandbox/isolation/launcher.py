@@ -2,7 +2,7 @@
 
 `Sandbox` starts the launcher with an empty environment. The launcher is in the memory group of its jails,
 because a process begins in its parent's group at no cost, while moving it to another group later takes 20 ms.
-The launcher ends when its client ends, and its jail ends with it.
+The launcher ends when its client ends, and the launcher's jail ends at the same time.
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ class RunMonitor:
     ) -> None:
         """Create the monitor.
 
-        `pid` is the launcher's child. All processes of the jail are its descendants, and the jail ends with
-        it. `streams` are the read ends of standard output and errors. `group` counts the jail's memory, if
-        there is one.
+        `pid` is the launcher's child. All processes of the jail are descendants of this child, and the jail
+        ends with it. `streams` are the read ends of standard output and errors. `group` counts the jail's
+        memory, if there is one.
         """
         self._limits, self._within_s = request["limits"], request["within_s"]
         self._isolated = request["level"] == "isolated"

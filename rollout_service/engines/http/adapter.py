@@ -1,10 +1,10 @@
 """Differences between kinds of inference servers, behind `HttpEngine`.
 
-A new kind of server needs a `ServerAdapter`, and an `EnginePart` that makes an `HttpEngine` with it.
-`vllm/__init__.py` is the shortest example. `sglang/` and `vllm/` have the same layout. `adapter.py` also has
-the command line. `messages.py` has requests, answers and the features that the server must have. `weights.py`
-has the loading of new weights. `HttpEngine` does the rest for all servers: it tracks requests in flight,
-reports a loss, and checks conditions before a request or a load.
+A new kind of server needs a `ServerAdapter`, and an `EnginePart` that makes an `HttpEngine` with this
+adapter. `vllm/__init__.py` is the shortest example. `sglang/` and `vllm/` have the same layout. `adapter.py`
+also has the command line. `messages.py` has requests, answers and the features that the server must have.
+`weights.py` has the loading of new weights. `HttpEngine` does the rest for all servers: it tracks requests in
+flight, reports a loss, and checks conditions before a request or a load.
 
 A server does not check the folder that it loads. If a tensor is missing, the server keeps the old tensor. A
 surplus tensor or a truncated file may crash the server. So each folder is compared with the first one
@@ -160,7 +160,7 @@ class ServerSettings:
     process sees."""
     dtype: str = "float32"
     torch_threads: int = 1
-    """CPU threads of a server started here, if it has a setting for them."""
+    """CPU threads of a server started here, if that kind of server has a setting for them."""
     activity: str = "rollout"
     """Name under which the engine's busy time is counted."""
     url: str | None = None

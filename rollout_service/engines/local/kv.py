@@ -24,8 +24,8 @@ from rollout_service.engines.base import EngineError
 ATTENTION = "areal_slots"  # Name of the attention function, for `attn_implementation`
 
 LENGTH_STEP = 16
-"""Attention lengths are rounded up to a multiple of this, because this makes kernels faster and reduces the
-number of shapes."""
+"""Attention lengths are rounded up to a multiple of this number, because kernels are then faster and have
+fewer shapes."""
 
 
 class SlotKV:

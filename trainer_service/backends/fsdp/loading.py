@@ -257,8 +257,8 @@ def _begin(tensor: Tensor, value: Tensor) -> None:
 
 
 def _compute_rest(model: Any, stored: Collection[str]) -> None:
-    """Let transformers compute the buffers that no file contains. Raises `ValueError` if it does not compute
-    one of them."""
+    """Let transformers compute the buffers that no file contains. Raises `ValueError` if a buffer has no
+    values after that."""
     buffers = model.named_buffers()
     rest = {name for name, buffer in buffers if name not in stored and buffer.is_floating_point()}
     for name in rest:

@@ -1,8 +1,8 @@
 """One model of the back end on a rank: its module and the changes to it.
 
 A trained model has AdamW on the rank's own shards, with its own schedule and clipping. The shards of a model
-that follows another are moved towards the other's. The weights of a frozen model never change and have the
-dtype of the computation.
+that follows another are moved towards the shards of the other model. The weights of a frozen model never
+change and have the dtype of the computation.
 """
 
 from __future__ import annotations

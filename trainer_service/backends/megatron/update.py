@@ -116,7 +116,8 @@ class MegatronAdamW:
 
     @torch.no_grad()
     def take_weights(self, tensors: Iterator[tuple[nn.Parameter, Tensor]]) -> None:
-        """Set each parameter to its whole fp32 value, and this rank's main range to its part of it."""
+        """Set each parameter to its whole fp32 value, and this rank's main range to the part of this value
+        that the range covers."""
         for parameter, whole in tensors:
             parameter.data.copy_(whole)
             if (owned := self.owned(parameter)) is not None:
