@@ -32,7 +32,8 @@ LIBRARIES = (
 
 
 class NoVerdict(Exception):
-    """The result of a reward cannot be used. The caller must use the error `verdict` instead."""
+    """The result of a reward cannot be used. `verdict` is the error that the caller must use as the
+    verdict."""
 
     def __init__(self, message: str, kind: str = "return_type") -> None:
         super().__init__(message)
@@ -42,8 +43,8 @@ class NoVerdict(Exception):
 def as_verdict(result: object, given: RewardInput | None = None) -> Verdict:
     """Return the verdict for a reward's result about `given`.
 
-    The verdict is a score only if every number in the result is real and finite and every part belongs to the
-    episode. A reward may also return `Failure` and `Timeout`.
+    The verdict is a score only if every number in the result is real and finite, and every segment, agent and
+    unit named in it belongs to the episode. A reward may also return `Failure` and `Timeout`.
     """
     try:
         match result:
@@ -104,7 +105,7 @@ def _parts(parts: object, given: RewardInput | None) -> Parts:
 
 
 def _parts_exist(parts: Parts, given: RewardInput) -> None:
-    """Raise `NoVerdict` unless every part belongs to the episode."""
+    """Raise `NoVerdict` unless every segment, agent and unit that the result names belongs to the episode."""
     episode = given.episode
     segments, units = len(episode.segments.kind), episode.n_units
     wrong = [index for index in parts.segments if not (isinstance(index, int) and 0 <= index < segments)]

@@ -26,9 +26,9 @@ class LocalScorer(Router):
     ) -> list[Verdict]:
         """Return one verdict for each input, in the order of the inputs.
 
-        Each input goes to the reward of its task. `groups` has one entry for each input. Under scope `group`,
-        inputs with equal entries are scored in one call. Without `groups`, each input is its own group.
-        Concurrent calls of this method share the workers.
+        Each input goes to the reward of its task. `groups` has one entry for each input. For a reward with
+        the scope `group`, inputs with equal entries are scored in one call. Without `groups`, each input is
+        its own group. Concurrent calls of this method share the workers.
         """
         return [verdict for verdict, _ in await self.score_timed(inputs, groups)]
 

@@ -42,8 +42,8 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
     truncated: bool = False
     """Whether the model's last answer was cut off at its length limit."""
     fault: str = ""
-    """Reason why the episode ended early, if its answers caused that. It is always empty when a reward is
-    called, because such episodes reach no reward."""
+    """Reason why the episode ended early, if its answers caused that. A reward always sees an empty text
+    here, because such episodes are scored without a call of the reward."""
     blob: bytes = b""
     """The episode's codec blob, or empty if the caller has only texts."""
 

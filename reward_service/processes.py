@@ -38,7 +38,8 @@ run in parallel."""
 on_print: ContextVar[Callable[[int, str], None]] = ContextVar(
     "on_print", default=lambda pid, text: log.info("reward printed", pid=pid, text=text)
 )
-"""Function that receives a process's output lines. It is read from the context that starts the process."""
+"""Function that receives a process's output lines. The function is read in the context in which the process
+is started."""
 
 
 class WorkerProcess:

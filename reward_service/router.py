@@ -2,9 +2,10 @@
 function.
 
 Promises: every submitted call gets its verdicts exactly once and in bounded time. This holds even if a
-backend loses a call: after the longest time that it and all calls before it could take, it gets the verdict
-`Timeout`. An answer that could not be judged through its own fault gets the score `reward.on_fault.score`. An
-episode that ended early through its answers' fault gets this score too, and no reward is called.
+backend loses a call: after the longest time that this call and all calls before it could take, the call gets
+the verdict `Timeout`. If an answer cannot be judged through its own fault, it gets the score
+`reward.on_fault.score`. If an episode ended early through the fault of its answers, it gets this score too,
+and no reward is called.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class Router:
     """
 
     def __init__(self, section: RewardSection, workers: int | None = None, *, inline: bool = False) -> None:
-        """Create the router. With `inline`, reward functions run in this process, and their errors end it
-        (`pool/inline.py`)."""
+        """Create the router. With `inline`, reward functions run in this process, and an error in one ends
+        the process (`pool/inline.py`)."""
         self.routing = Routing(section)
         self.specs = self.routing.specs
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
-        """Done when a reward of the job can no longer be scored."""
+        """Future that is done when a reward of the job can no longer be computed."""
         self.pool: WorkerPool | InlinePool | None = None
         self._inline = inline
         self._section = section
@@ -157,14 +158,15 @@ def watch(working: Router | WorkerPool) -> None:
 
 
 def _sendable(given: RewardInput) -> RewardInput:
-    """Return `given` without lone surrogates in its answer, because they cannot be encoded in UTF-8."""
+    """Return `given` without lone surrogates in the answer, because these characters cannot be encoded in
+    UTF-8."""
     response = given.response.encode(errors="replace").decode()
     return given if response == given.response else msgspec.structs.replace(given, response=response)
 
 
 def _failed(given: RewardInput) -> Verdict | None:
-    """Return the verdict for an episode that ended early through its answers' fault, or None for any other
-    episode."""
+    """Return the verdict for an episode that ended early through the fault of its answers, or None for any
+    other episode."""
     kind, _, message = given.fault.partition(": ")
     return Failure(kind, message, fault=FaultOf.ANSWER) if given.fault else None
 
@@ -216,10 +218,9 @@ class WatchedBackend:
         await self.backend.submit(calls, take)
 
     def _put_off(self, batch: Sequence[OpenCall]) -> None:
-        """Set or extend the deadlines of calls, from the backend's present duration of a call.
+        """Set or extend the deadlines of calls, computed from the backend's present mean duration of a call.
 
-        Deadlines must be extended, because the backend may learn this duration only from the calls
-        themselves.
+        Deadlines must be extended, because the backend may learn how long a call takes only from these calls.
         """
         capacity = max(1, self.backend.capacity)
         round_s = max(self._spec.timeout_s, self.backend.call_seconds) + 1.0

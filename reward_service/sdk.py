@@ -6,10 +6,10 @@
     def concise(given: RewardInput) -> float:
         return 1.0 if given.ground_truth in given.response and len(given.response) < 200 else 0.0
 
-The job file names it as `reward: {name: path.py:concise}`. The function may be `async`. It returns a real
-number, a `Score` (value and named components) or an `Abstain`. Every other outcome (an exception, another
-type, NaN, a hang, a crash) becomes a verdict that names it, never a score of 0. Functions with the signatures
-of verl and TRL need no mark (`signatures.py`).
+The job file names this reward as `reward: {name: path.py:concise}`. The function may be `async`. It returns a
+real number, a `Score` (value and named components) or an `Abstain`. Every other outcome (an exception,
+another type, NaN, a hang, a crash) becomes a verdict that names this outcome, never a score of 0. Functions
+with the signatures of verl and TRL need no mark (`signatures.py`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ MARK = "__areal_reward__"
 class RewardLoadError(ArealError):
     """A reward cannot be loaded. The text says what is missing and what to do.
 
-    `may_pass` means that the cause is something unavailable, which may come back without a change to the job.
+    `may_pass` means that the cause is a resource that is unavailable now, but may come back without a change
+    to the job.
     """
 
     def __init__(self, message: str, *, may_pass: bool = False) -> None:
@@ -141,9 +142,9 @@ def reward(
       list with one result for each.
 
     Keyword arguments come from `reward.args`. If the function's own parameters are not precise enough to
-    check these in a job file, `arguments` is a `Section` that does. Raises `TypeError` for an object that
-    cannot be called with one positional argument. Raises `ValueError` for a batch below 0, and for a batch
-    together with the group scope.
+    check these arguments in a job file, pass `arguments`, a `Section` that checks them. Raises `TypeError`
+    for an object that cannot be called with one positional argument. Raises `ValueError` for a batch below 0,
+    and for a batch together with the group scope.
     """
     if batch < 0 or (batch and scope == "group"):
         asked = f"@reward(batch={batch}, scope={scope!r})"

@@ -5,7 +5,7 @@ Promises:
 - A slow call delays neither the claims nor the verdicts of other calls.
 - The amount of claimed work is bounded in episodes, bytes and seconds.
 - The service waits while the buffer is unavailable.
-- A stop ends within `STOP_LIMIT_S` plus the closing of the scorers, and leaves no process.
+- A stop takes at most `STOP_LIMIT_S` plus the time to close the scorers, and leaves no process.
 
 The buffer, not this service, decides what happens after a verdict without a score.
 """
@@ -46,8 +46,8 @@ RETRY_PAUSE_S = 0.5
 STOP_LIMIT_S = 2.0  # time for running calls and unsent verdicts after the order to stop
 MAX_VERDICTS = 512  # verdicts in one message, unless one claim has more
 MAX_BYTES = 16 << 20
-"""Size of a message of verdicts at which no more are added. The protocol accepts messages of four times this
-size."""
+"""Size of a message of verdicts from which no further verdicts are added. The protocol accepts messages of
+four times this size."""
 VALUE_BYTES = 9  # size of a float in msgpack
 
 
@@ -290,8 +290,9 @@ def _calls(
 def portion(waiting: Sequence[EpisodeVerdict]) -> int:
     """Return the number of verdicts in the next message, or 0 if no verdict waits.
 
-    Consecutive verdicts of one claim stay together. Otherwise, if a group is scored as one, the buffer could
-    mask or drop the first half of the group before the second half requests that the group be scored again.
+    Consecutive verdicts of one claim stay together. This matters for a group that is scored in one call: if
+    its verdicts were split, the buffer could mask or drop the first half of the group before a verdict in the
+    second half requests that the whole group be scored again.
     """
     size_bytes = 0
     for index, verdict in enumerate(waiting):
@@ -317,13 +318,13 @@ MAX_PENDING_BYTES = 64 << 20
 MAX_CLAIM = 256
 HOLD_S = 1.0  # work held at once, in seconds of all workers: enough that no worker waits for a claim
 DEADLINE_SHARE = 0.25
-"""Largest share of the time until a claim's deadline that the claimed work may take, so that claims do not
+"""Share of the time until a claim's deadline that the claimed work may take at most. With more, claims could
 expire in the queue of this service."""
 
 
 @dataclass(frozen=True)
 class ClaimLoad:
-    """Figures of one reward's calls, from which follows how many episodes to claim."""
+    """Figures of one reward's calls, which determine how many episodes to claim."""
 
     workers: int
     """Number of episodes that can be scored at once. Under scope `group`, each worker scores a whole
@@ -342,9 +343,9 @@ class ClaimLoad:
 def episodes_to_claim(loads: Sequence[ClaimLoad]) -> int:
     """Return the number of episodes to claim now: at most `MAX_CLAIM`, and 0 if enough are already claimed.
 
-    Which reward an episode needs is known only after its claim. The number therefore depends on the reward
-    with the least work, as long as no other reward has reached its limit. So a slow reward does not starve a
-    quick one, unless nearly all episodes are for the slow one.
+    Only after the claim of an episode is it known which reward it needs. As long as no reward has reached its
+    limit, the number is therefore chosen for the reward with the least claimed work. So a slow reward does
+    not starve a quick one, unless nearly all episodes are for the slow one.
 
     The number starts small and grows with the finished calls, because the speed of a reward is unknown at
     first. An episode must not be claimed too early, because then no other scorer can take it, and its claim

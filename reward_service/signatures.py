@@ -5,11 +5,11 @@
 | `f(data_source, solution_str, ground_truth, extra_info=None, …)` | verl's `compute_score` |
 | `f(completions, …)`, with `prompts` and columns as parameters | TRL |
 
-Each parameter gets its value by its name. `reward.args` gives further values. A TRL reward gets lists with
-one answer, or with all answers of a group if the scope is `group`. Its columns come from `extra_info`. A
-column with a usual name for the correct answer is the ground truth. A completion is a text, or a list of one
-message if the task's prompt is a list of messages. A function marked `@reward` is never treated this way,
-whatever its parameters.
+Values are passed to parameters by name. `reward.args` gives further values. A TRL reward gets lists with one
+answer, or with all answers of a group if the scope is `group`. Its columns come from `extra_info`. A column
+with a usual name for the correct answer is the ground truth. A completion is a text, or a list of one message
+if the task's prompt is a list of messages. A function marked `@reward` is never treated this way, whatever
+its parameters.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
         def reset(self, seed, task): return "what the model sees first"
         def step(self, action): return Step("what it sees next", reward=0.0, done=False)
 
-The output of a good environment depends only on the seed, the task and the actions so far. Its objects share
-no state, and each object runs one episode at a time.
+The output of a good environment depends only on the seed, the task and the actions so far. The objects of its
+class share no state, and each object runs one episode at a time.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Step(NamedTuple):
 
 class Environment(Protocol):
     """An environment, created for each episode as `kind(**environment_args)`. It may also have `blocking =
-    False`, `state() -> str` and `close()`. `blocking = False` declares that its calls take only microseconds,
-    so they run on the event loop. Otherwise they run in a thread with a deadline. `state()` returns a text
-    for `ctx.anchor`. Equal texts mean equal states."""
+    False`, `state() -> str` and `close()`. `blocking = False` declares that the environment's calls take only
+    microseconds, so they run on the event loop. Otherwise each call runs in a thread with a deadline.
+    `state()` returns a text for `ctx.anchor`. Equal texts mean equal states."""
 
     def reset(self, seed: int, task: Task) -> str:
         """Start an episode and return the first text. `seed` is the group's seed, so all samples of a group
@@ -52,9 +52,9 @@ class Environment(Protocol):
 
 
 def level_seed(seed: int, task: Task) -> int:
-    """Return the seed from which an environment generates its level. It is the task's `extra_info.seed`, so
-    that a task file defines a set of levels. A task without that field gets a different level in each
-    group."""
+    """Return the seed from which an environment generates its level. The seed is the task's `extra_info.seed`
+    if it has one, so that a task file can define a set of levels. A task without that field gets a different
+    level in each group."""
     own = task.extra_info.get("seed")
     return own if isinstance(own, int) and not isinstance(own, bool) else seed
 

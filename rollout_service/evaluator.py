@@ -13,7 +13,8 @@ Promises:
 - Training steps never wait for the evaluator. The evaluator exits with status 0 after the final snapshot.
 
 A record's `accuracy` is mean@n over the scored tasks (`statistics.py`). If rewards other than 0 and 1 occur,
-it is the mean reward, and the record says so. Verdicts without a score are counted separately, never as 0.
+`accuracy` is the mean reward, and the record has `partial_credit: true`. Verdicts without a score are counted
+separately, never as 0.
 """
 
 from __future__ import annotations
@@ -136,8 +137,8 @@ class Companion:
         self._serving: VersionTag | None = None
 
     async def refresh(self) -> None:
-        """Load newer weights, if there are any. The first call waits for weights. In later calls, the present
-        weights stay if the publisher does not answer."""
+        """Load newer weights, if there are any. The first call waits for weights. In later calls, the engine
+        keeps its present weights if the publisher does not answer."""
         while True:
             try:
                 news = await self.source.next(self._serving, 0 if self._serving else WAIT_MS)
@@ -358,9 +359,9 @@ async def follow(
     retry_pause_s: float = RETRY_PAUSE_S,
     give_up_s: float = GIVE_UP_S,
 ) -> None:
-    """Evaluate pinned snapshots in order, until the final snapshot is evaluated or no more can come. Raises
-    `EvaluationError` if the publisher does not answer for `give_up_s`, and `ReplicaGone` if the engine
-    died."""
+    """Evaluate pinned snapshots in order, until the final snapshot is evaluated or no more snapshots can
+    come. Raises `EvaluationError` if the publisher does not answer for `give_up_s`, and `ReplicaGone` if the
+    engine died."""
     after: VersionTag | None = None
     heard_s = time.monotonic()
     while True:
@@ -425,7 +426,7 @@ async def _evaluate_one(
 async def _write_samples(
     run_log: RunRecords, tag: VersionTag, folder: str, samples: Sequence[dict[str, Any]]
 ) -> None:
-    """Write some answers of an evaluation. A failure costs only these answers, except that a full disk is
+    """Write some answers of an evaluation. If this fails, only these answers are missing; but a full disk is
     raised as an error."""
     if not samples:
         return
@@ -445,9 +446,9 @@ def _triples(statistics: Statistics) -> dict[str, list[float | None]]:
 
 
 def is_done(records: RunRecords, steps: int) -> bool:
-    """Return whether the model after `steps` steps is written and evaluated. This must be checked first,
-    because the trainer may have ended already. If a finished run continues with more steps, its earlier final
-    evaluation does not count."""
+    """Return whether the model after `steps` steps is written and evaluated. The evaluator must check this
+    before it connects to the trainer, which may have ended already. If a finished run is continued with more
+    steps, the final evaluation of the earlier steps does not count."""
     found = records.read("step", "model", "evaluation")
     trained = max((record.get("epoch", 0) for record in found if record["kind"] == "step"), default=0)
     written = any(record["kind"] == "model" and record["epoch"] >= trained for record in found)

@@ -52,9 +52,9 @@ EVALUATED_VERSION = Gauge("areal_evaluation_version", "Version of the last snaps
 
 
 class EngineMetrics(Collector):
-    """Collector of the figures of started engines, one engine per policy. It reads them only when metrics are
-    requested, so a decode step has no extra cost. Figures without the label `policy` are totals. The figure
-    of KV use is that of the fullest cache."""
+    """Collector of the figures of started engines, one engine per policy. It reads the figures only when
+    metrics are requested, so they do not slow down a decode step. Figures without the label `policy` are
+    totals. The figure of KV use is not a total, but that of the fullest cache."""
 
     def __init__(self, *engines: Any) -> None:
         self._engines = engines

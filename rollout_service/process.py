@@ -32,8 +32,8 @@ log = get_logger("rollout")
 
 CONNECT_WAIT_S = 15.0
 GARBAGE_OBJECTS = 10_000
-"""Number of new objects between two garbage collections. It is large because only failed episodes leave
-cyclic garbage."""
+"""Number of new objects between two garbage collections. The number is large, because only failed episodes
+leave garbage with reference cycles, which only the collector can free."""
 
 
 def prepare(torch_threads: int, *, computes: bool) -> None:
@@ -50,9 +50,9 @@ def prepare(torch_threads: int, *, computes: bool) -> None:
 
 
 def settle() -> None:
-    """Exempt all loaded objects from garbage collection. Call this once the process serves. Modules stay for
-    the life of the process, so scanning their objects repeatedly is useless, and it takes more time than the
-    worker's own work."""
+    """Exempt all loaded objects from garbage collection. Call this once the process serves. The objects of
+    modules live as long as the process, so scanning them repeatedly is useless, and it would take more time
+    than the worker's own work."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GARBAGE_OBJECTS)
@@ -77,8 +77,8 @@ def make_renderers(job: JobConfig) -> dict[str, Renderer]:
 
 
 def _tokens(renderer: Renderer) -> tuple[Any, ...]:
-    """Return the parts of a tokenizer that convert text to ids, for comparing tokenizers. A tokenizer without
-    this information equals no other."""
+    """Return the parts of a tokenizer that convert text to ids, for comparing tokenizers. A tokenizer that
+    does not provide them equals no other."""
     tokenizer: Any = renderer.tokenizer
     whole = getattr(tokenizer, "backend_tokenizer", None)
     given = getattr(tokenizer.apply_chat_template, "keywords", None)
@@ -101,9 +101,9 @@ def speakers_of(job: JobConfig) -> dict[str, Any]:
 
 
 def make_gateway(ctx: ServiceContext, *, trains: bool) -> Gateway:
-    """Return the gateway for this process's policies. Its process starts when an episode first opens it. A
-    configured port is the port of the first worker, and further workers count up from it. An evaluation uses
-    a free port."""
+    """Return the gateway for this process's policies. The gateway's process starts when an episode first
+    opens the gateway. A configured port is the port of the first worker, and further workers count up from
+    it. An evaluation uses a free port."""
     job = ctx.job
     port = job.rollout.gateway.port
     section = job.rollout.gateway.model_copy(update={"port": port + ctx.index if port and trains else 0})

@@ -50,7 +50,7 @@ log = get_logger("rollout")
 
 
 def figures_of(engines: Sequence[ReplicaSet]) -> ServiceFigures:
-    """Return the figures of a worker. Their `version` is that of the first policy's engines."""
+    """Return the figures of a worker. `version` in them is the version of the first policy's engines."""
     stats = [engine.stats() for engine in engines]
     sums = {"updates": sums_of(STALL), "fetches": sums_of(FETCH_SECONDS)}
     if stats[0].passes:

@@ -5,10 +5,11 @@ Each task has three figures over its scored samples:
     mean   mean of the scores: mean@n, an unbiased estimate of the expected score of one sample
     best   the largest score: best@n, the score of a perfect choice among the n
     maj    the score of the most frequent answer: maj@n. Among equally frequent answers, the one with the
-           lowest sample number counts. If equal answers have different scores, their mean counts.
+           lowest sample number counts. If equal answers have different scores, their mean score counts.
 
 A figure is the mean over tasks, so all tasks have the same weight, however many of their samples were scored.
-Samples without a score are counted and never treated as 0. A task without any score is in no figure.
+Samples without a score are counted separately and never treated as a score of 0. A task without any score is
+in no figure.
 
 The interval is the normal confidence interval of the mean over tasks, limited to the range of the tasks'
 figures. It treats the tasks, not their samples, as independent draws from a larger population, because

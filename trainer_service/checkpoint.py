@@ -1,16 +1,17 @@
 """Checkpoints: everything that a trainer needs to continue as if it had never stopped.
 
 `<root>/step-000050/` contains the state after 50 steps. The back end writes weights, optimizer and random
-state, in separate files for each rank. The folder also has the buffer's ledger as of the same commit, and
-`manifest.json` with the hash of every other file. A folder gets its final name only when it is complete. So a
-folder with that name can either be loaded, or has been damaged later and is refused. Nothing is pickled.
+state, in separate files for each rank. The folder also has the buffer's ledger as of the commit of the last
+of these steps, and `manifest.json` with the hash of every other file. A folder gets its final name only when
+it is complete. So a folder with that name can either be loaded, or has been damaged later and is refused.
+Nothing is pickled.
 
 The step only waits until its state is copied into host memory. A thread on each rank writes and hashes that
 rank's files while training continues. Rank 0 gathers the hashes, writes the manifest and names the folder.
 One checkpoint is written at a time; a second one waits for it.
 
-A trainer also saves its state in shared memory, in case only its process dies. This is such a folder too, but
-without the ledger. `saved_states.py` decides when each kind is written.
+A trainer also saves its state in shared memory, in case only its process dies. That state is also such a
+folder, but without the ledger. `saved_states.py` decides when each kind is written.
 
 The newest `keep` checkpoints are kept, and the `keep_best` best by held-out accuracy (`to_keep`).
 
@@ -21,8 +22,8 @@ checkpoint, but not the steps before it.
 Ranks on several hosts share no disk, so only the store has complete checkpoints. Local files are removed
 after the upload. A state in memory is distributed: each host's folder has the files of its own ranks. Rank
 0's host names its folder first, then the other hosts name theirs. The previous state stays until all hosts
-have done so. A state in memory is used only if all hosts have it with equal manifests, and each rank finds
-all files that it reads on its own host.
+have done so. A state in memory is used only if all hosts have it with equal manifests, and each host has all
+files that its ranks read.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class TrainerState:
     updates: Mapping[str, int]
     save: Save
     ledger: Callable[[], bytes] = bytes
-    """Function that a thread of rank 0 calls after all ranks have written their files. It may wait."""
+    """Function that returns the ledger. A thread of rank 0 calls it after all ranks have written their files,
+    and it may wait."""
     durable: Callable[[], None] = lambda: None
     """Function that the same thread calls once the folder has its final name."""
 
@@ -142,8 +144,8 @@ def measured_in(records: Iterable[Mapping[str, Any]], policy: str) -> Iterator[M
 def accuracies(written: Mapping[int, int], measured: Iterable[Measured]) -> dict[int, float]:
     """Return the known accuracies of the checkpoints in `written` (step → trainer epoch).
 
-    A measurement by a later epoch is valid, because a trainer that resumed from the checkpoint may have made
-    it. One by an earlier epoch is not, because that epoch had other weights."""
+    A measurement in a later trainer epoch is valid, because a trainer that resumed from the checkpoint may
+    have made it. A measurement in an earlier epoch is not valid, because that epoch had other weights."""
     return {
         each.version: each.accuracy
         for each in measured
@@ -154,7 +156,7 @@ def accuracies(written: Mapping[int, int], measured: Iterable[Measured]) -> dict
 @dataclass(frozen=True)
 class Retention:
     """Rule for the checkpoints to keep: the newest ones (`newest`), and the best ones by held-out accuracy
-    (`best`). Only rank 0 calls the functions, and only if `best` is not 0."""
+    (`best`). Only rank 0 calls the two functions below, and only if `best` is not 0."""
 
     newest: int
     best: int = 0
@@ -351,7 +353,7 @@ class Checkpoints:
     def _name_on_all(self, state: TrainerState, fresh: Path, name: Callable[[], Path]) -> Path:
         """Name the folder on every host. All ranks call it, and it returns when all hosts are done.
 
-        `name` is for rank 0 and may wait for the commit of the step. An error on one rank is raised on
+        Only rank 0 calls `name`, which may wait for the commit of the step. An error on one rank is raised on
         all."""
         first, folder, told = self.ranks.first, self.root / state.name, b""
         result = in_thread(lambda: RankOutcome(manifest=(name() / MANIFEST).read_bytes())) if first else None
@@ -457,15 +459,15 @@ class CheckpointReader:
     policy: str
     ranks: Ranks = field(default_factory=partial(join_ranks, 0, 1))
     reads: Callable[[Collection[str]], Collection[str]] | None = None
-    """Function that returns the files that this rank reads, from the names of all files. The value is None if
-    it reads all."""
+    """Function that selects the files that this rank reads from the names of all files. None if the rank
+    reads all of them."""
 
     def newest_of_all(self, root: Path, store: CheckpointStore | None) -> Checkpoint | None:
         """Return the newest checkpoint in `root` or in `store`.
 
-        A newer one in the store is first downloaded to this host; with several hosts, each rank downloads it
-        to its own host. A local one that the store lacks is uploaded. If ranks are on several hosts, only
-        checkpoints in the store count."""
+        A newer checkpoint in the store is first downloaded to this host; with several hosts, each rank
+        downloads it to its own host. A local checkpoint that the store lacks is uploaded. If ranks are on
+        several hosts, only checkpoints in the store count."""
         if store is None:
             return self.newest(root)
         ranks = self.ranks
@@ -557,7 +559,8 @@ class CheckpointReader:
             share = [number for number, name in enumerate(names) if name in needed]
 
         def verify() -> int:
-            """Return the number (from 1) of a damaged file in this rank's share, or 0 if none is damaged."""
+            """Return the position (from 1) of a damaged file in this rank's share, or 0 if none is
+            damaged."""
             return max((n + 1 for n in share if not is_whole(names[n])), default=0)
 
         def is_whole(name: str) -> bool:

@@ -28,7 +28,7 @@ PIECE_BYTES = 4 << 20  # Bytes to hash and write at a time
 
 
 class WithSchema(msgspec.Struct, frozen=True):
-    """The part of a file that every schema version can read."""
+    """The field of a file that all versions of the file's format have in common."""
 
     schema: int
 
@@ -148,7 +148,8 @@ def replace_folder(fresh: Path, folder: Path) -> None:
 
 @contextmanager
 def room_for(what: str, folder: Path) -> Iterator[None]:
-    """Raise `DiskFull` if writing `what` under `folder` fails because the disk accepts no writes."""
+    """Raise `DiskFull`, with `what` in the message, if the block fails because the disk of `folder` accepts
+    no writes."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -51,8 +51,8 @@ log = get_logger("trainer")
 async def main(ctx: ServiceContext) -> None:
     """Train the job of `ctx` to its end in a separate thread, while this event loop handles signals.
 
-    The thread is a daemon thread of its own and not one of the event loop's pool, because a process that
-    stops must not wait for a long step."""
+    The thread is a new daemon thread and not one of the event loop's pool, because a process that stops must
+    not wait for a long step."""
     await asyncio.wrap_future(in_thread(lambda: train(ctx), "train"))
 
 
@@ -88,7 +88,8 @@ def train(ctx: ServiceContext) -> None:
 
 
 def _meet(ctx: ServiceContext) -> Ranks:
-    """Join the other ranks. A missing rank is reported so early that all ranks can still restart in time."""
+    """Join the other ranks. If a rank is missing, this is reported early enough that all ranks can still
+    restart within `supervisor.ready_s`."""
     section, start_s = ctx.job.trainer, MEETING_SHARE * ctx.job.supervisor.ready_s
     try:
         return join_ranks(
@@ -116,7 +117,7 @@ def _name_late(ranks: Sequence[int], how: str) -> None:
 
 @contextmanager
 def _explained(ranks: Ranks) -> Iterator[None]:
-    """Report to the supervisor if an error is due to the death of this rank or of another."""
+    """Report to the supervisor if an error was caused by the death of this rank or of another."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:

@@ -1,8 +1,8 @@
 """Published versions since the newest checkpoint, with the hashes of their weights, in `published.jsonl`.
 
 A trainer that repeats steps compares its publications with those of earlier trainers, because units sampled
-from equal weights are still valid. If a crash has cut off a line, the version in it counts as different. The
-only cost is that more episodes must be generated again.
+from equal weights are still valid. If a crash has cut off a line of the file, the version in that line counts
+as different. The only cost is that more episodes must be generated again.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ from trainer_service.errors import RankError
 COLLECTIVE_TIMEOUT_S = 600.0  # Longest wait of a rank for another before it fails
 ALONE = "areal_alone"  # Backend of a single rank
 GIVE_UP_S = 5.0
-"""Time in seconds that is allowed, after a rank is lost, for the other ranks to give up waiting too or for
-the supervisor to end the group."""
+"""Seconds after the loss of a rank within which the other ranks also give up waiting, or the supervisor ends
+the group."""
 ROUND_S = 1.0  # Interval of collectives while a rank waits for something outside
 CAME = "came"  # Key in the store for a rank that has started
 WAITED = "waited"  # Key in the store for a rank that gave up waiting for another
@@ -125,12 +125,12 @@ class Ranks:
 
     @property
     def first_here(self) -> bool:
-        """Whether it is the first rank on its host."""
+        """Whether this is the first rank on its host."""
         return self.hosts.index(self.hosts[self.rank]) == self.rank if self.hosts else self.first
 
     @property
     def beside_first(self) -> bool:
-        """Whether it is on rank 0's host."""
+        """Whether this rank is on rank 0's host."""
         return not self.hosts or self.hosts[self.rank] == self.hosts[0]
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
@@ -230,8 +230,8 @@ class Ranks:
         raise RankError(f"rank {failed} of the trainer failed: {told.decode(errors='replace')}")
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not reported that they gave up waiting, after slower ones have had time
-        to do so.
+        """Return the ranks that have not reported that they gave up waiting. Before that, wait so that slower
+        ranks have time to report.
 
         A rank calls it if its collective failed because another rank did not take part. The result is empty
         if the store is gone."""
@@ -256,7 +256,7 @@ class SideGroup:
     """Collectives of bytes on a separate process group, for one background thread.
 
     All ranks make the same calls. On a single rank each call is the identity. Raises torch's error if a rank
-    does not come. Without arguments, it is the group of a single rank."""
+    does not take part. Without arguments, this is the group of a single rank."""
 
     rank: int = 0
     world: int = 1

@@ -1,10 +1,10 @@
 """Saved states of a trainer: the decisions when to save a state, and whether on disk or in shared memory.
 
-A state in shared memory survives only the death of the trainer's process. It is in the run's own folder there
-(mode 0700, removed with the run). It is a checkpoint folder as on disk. It gets its name only when all ranks
-have written their files and its step is committed. Every file is verified by its hash before use, and the
-previous state stays until the new one is named. It has no copy of the ledger, because the buffer survives the
-death of the trainer. The buffer frees no data because of such a state.
+A state in shared memory survives only the death of the trainer's process. It is a checkpoint folder as on
+disk, within the run's folder in shared memory (mode 0700, removed with the run). The folder gets its name
+only when all ranks have written their files and its step is committed. Every file is verified by its hash
+before use, and the previous state stays until the new one is named. The state has no copy of the ledger,
+because the buffer survives the death of the trainer. The buffer frees no data because of such a state.
 
 A thread writes both kinds while steps continue, from one copy of the state in host memory. Only one state of
 either kind is therefore written at a time. `Cadence` decides how often this is cheap enough.
@@ -47,10 +47,10 @@ from trainer_service.ranks import Ranks
 FOLDER = "trainer-state"
 DISK_SHARE, MEMORY_SHARE = 0.01, 0.02
 """Largest share of a rank's time for checkpoints on disk with `checkpoint.every_steps: auto`, and for states
-in memory. It counts the time that the copy blocks the step, and the CPU time of writing."""
+in memory. Both the time that the copy blocks the step and the CPU time of writing count."""
 DISK_LEAST_S = 5.0
-"""Least time between two checkpoints on disk. For each one, the buffer also copies its ledger and frees old
-data."""
+"""Least time between two checkpoints on disk. The limit exists because at each checkpoint the buffer also
+copies its ledger and frees old data."""
 FORGET = 0.25  # Weight of a lower cost in the next expected cost; a higher cost counts fully
 STATE_BYTES_PER_WEIGHT_BYTE = 6
 """Upper bound for the size of a state in bytes per byte of the model's files, until the size is known:
@@ -94,7 +94,7 @@ def has_room(state_bytes: int, *, free_bytes: int, total_bytes: int, available_b
 def left_in_memory(shm_dir: Path, reader: CheckpointReader, above: Checkpoint | None) -> Checkpoint | None:
     """Return the state that a trainer of this run left in memory, if it is complete and newer than `above`.
 
-    All ranks call it. A damaged state counts as none. A state does not count either if a host lacks files
+    All ranks call it. A damaged state counts as none. Likewise, a state counts as none if a host lacks files
     that its ranks read."""
     try:
         left = reader.newest(shm_dir / FOLDER)

@@ -1,8 +1,8 @@
 """A teacher model on servers, which computes its log-probs of the tokens that the policy sampled.
 
 Guarantees: within `trainer.teacher.timeout_s`, a call returns one number for each unit, for exactly that
-unit's token, or raises `TeacherError`. If a server is unavailable or busy, the next one is tried, and the
-same one again later. An answer for other tokens than the ones sent is never used. Log-probs are at
+unit's token, or raises `TeacherError`. If a server is unavailable or busy, the next server is tried, and the
+first one again later. An answer for other tokens than the ones sent is never used. Log-probs are at
 temperature 1.
 """
 
@@ -35,7 +35,7 @@ class TeacherError(ArealError):
 
 
 class TeacherServers:
-    """The teacher's servers of a job. Raises `TeacherError` if the key is not set."""
+    """The servers of a job's teacher. Raises `TeacherError` if their API key is not set."""
 
     def __init__(self, section: TeacherSection) -> None:
         self._section, self._rng = section, random.Random()

@@ -1,6 +1,7 @@
 """The protocol of all backends that score calls: the pool of processes, remote servers, models.
 
-A call is one `RewardInput`, or under scope `group` the list of inputs of one group.
+A call consists of one `RewardInput`. If the reward has the scope `group`, a call has the list of inputs of
+one group.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ class ScoringBackend(Protocol):
     """A scorer of the calls of one reward (only the pool scores several rewards). All methods belong to one
     event loop.
 
-    Promises: every submitted call gets its verdicts exactly once, at most its reward's `timeout_s` plus one
-    second after it begins. Calls beyond `capacity` wait for their turn.
+    Promises: every submitted call gets its verdicts exactly once. They come at most one second after the call
+    has taken its reward's `timeout_s`. Calls beyond `capacity` wait for their turn.
     """
 
     broken: asyncio.Future[RewardLoadError]
-    """Done when no more call can succeed. The error gives the reason and the fix."""
+    """Future that is done when no more call can succeed. The error gives the reason and the fix."""
 
     @property
     def capacity(self) -> int:
@@ -74,7 +75,8 @@ class ScoringBackend(Protocol):
 class BackendReward:
     """A reward that is not computed in the pool: its declaration, with its arguments and its scorer.
 
-    Subclasses are parts of the job file. The implementation is imported only where episodes are scored.
+    Subclasses are parts of the job file. The implementation is imported only in processes that score
+    episodes.
     """
 
     Arguments: ClassVar[type[Section]]
@@ -117,8 +119,8 @@ def arguments_of(spec: RewardSpec, kind: type[S]) -> S:
 def check_url(url: str, instead: str) -> str:
     """Return `url` without a slash at its end.
 
-    Raises `ValueError` with the right form of an address. For an address with a password, the error names
-    `instead` as the field to use.
+    Raises `ValueError` with the right form of an address. If the address contains a password, the error says
+    to use the field `instead`.
     """
     refuse_password(url, instead)
     try:

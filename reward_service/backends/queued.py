@@ -1,5 +1,5 @@
-"""The base of backends that ask servers: a queue of calls, and asyncio tasks that each score one call after
-another.
+"""The base of backends that ask servers: a queue of calls, and asyncio tasks, each of which scores one call
+after another.
 
 Promises: every submitted call gets its verdicts exactly once, also when the backend closes. At most
 `MAX_QUEUED` calls wait.
@@ -26,7 +26,7 @@ class QueuedBackend:
     def __init__(self, name: str, *, call_s: float) -> None:
         """Create the backend. `call_s` is the expected duration of a call until the first one has ended."""
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
-        """Never done, because an unavailable server may come back."""
+        """Future that is never done, because an unavailable server may come back."""
         self.call_seconds = call_s
         self._name = name
         self._waiting: asyncio.Queue[tuple[int, Call, OnVerdicts, float]] = asyncio.Queue(MAX_QUEUED)
@@ -59,8 +59,8 @@ class QueuedBackend:
                 self._refuse_waiting()
 
     def _refuse_waiting(self) -> None:
-        """Give all waiting calls their verdict. A `submit` that was still waiting for room in the queue calls
-        this too."""
+        """Give all waiting calls their verdict. A `submit` that still waits for room in the queue when the
+        backend ends calls this too."""
         while not self._waiting.empty():
             index, call, on_verdicts, _ = self._waiting.get_nowait()
             on_verdicts(index, self._refused(call), 0.0)

@@ -2,8 +2,9 @@
 
 The retry policy is pure: the caller supplies clock and random numbers. A server with too many consecutive
 failures rests, which means that it gets no requests for some time. Rests grow longer and have random lengths,
-so that many clients do not return at once. After its rest the server gets one request, and further requests
-only after an answer. If a server names a wait (`Retry-After`), it rests for that time.
+so that many clients do not return at once. After its rest the server gets one request, and it gets further
+requests only after it has answered this one. If a server names a wait (`Retry-After`), it rests for that
+time.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class ClientLimits(NamedTuple):
     """Largest size of an answer."""
     connect_s: float
     keepalive_s: float
-    """Time after which this side closes an idle connection. It should be shorter than the server's time,
-    because a request fails on a connection that the server is just closing."""
+    """Time after which this side closes an idle connection. The time should be shorter than the time after
+    which the server closes it, because a request fails on a connection that the server is just closing."""
 
 
 class HttpClient:
@@ -179,7 +180,7 @@ class ServerState:
             self.in_flight -= 1
 
     def rest(self, told_s: float, now_s: float) -> None:
-        """Send no request for the time that the server asked for."""
+        """Let the server rest for the time that it asked for."""
         self.told_until_s = max(self.told_until_s, now_s + min(told_s, LONGEST_TOLD_REST_S))
 
 

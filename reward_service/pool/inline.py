@@ -1,9 +1,9 @@
 """Rewards in this process, for an inline run.
 
 Promises: all calls in the process run one at a time, on one thread. So a debugger has only one prompt, and a
-reward need not be reentrant. A reward gets the same inputs as in a pool's worker, and `submit` raises its
-errors. A call that passes its deadline is logged but continues, and its result counts, because a function of
-this process cannot be ended. A reward that hangs therefore blocks the run.
+reward need not be reentrant. A reward gets the same inputs as in a pool's worker, and `submit` raises the
+errors of the reward. A call that passes its deadline is logged but continues, and its result counts, because
+a function of this process cannot be ended. A reward that hangs therefore blocks the run.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ _loaded: dict[str, LoadedReward] = {}
 """Rewards of the run, by key. They are global, so that the run's reward service and its evaluator share the
 module of a user's file.
 
-The first pool that closes forgets them, so that the next run in this process loads a file again.
+The first pool that closes empties this table, so that the next run in this process loads the files again.
 """
 
 

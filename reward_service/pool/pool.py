@@ -50,7 +50,8 @@ class WorkerPool:
         self, specs: Sequence[RewardSpec], *, workers: int, limits: WorkerLimits | None = None
     ) -> None:
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
-        """Done when the pool has given up. After that, every call gets the verdict `Failure`."""
+        """Future that is done when the pool has given up. After that, every call gets the verdict
+        `Failure`."""
         self.capacity = workers
         self._call_s = 0.001
         self._specs = list(specs)
@@ -166,7 +167,8 @@ class WorkerPool:
         self.dispatch()
 
     def on_lost(self, slot: WorkerSlot, cause: str) -> None:
-        """Handle the end of a process, after its last report, and give its running call its verdicts."""
+        """Handle the end of a process, after its last report, and give the call that it was running its
+        verdicts."""
         unit, slot.running = slot.running, None
         if unit is not None:
             spec, elapsed_s = unit.reward.spec, time.monotonic() - unit.began_s
@@ -208,7 +210,7 @@ class WorkerPool:
             self._push(call, front=True)
 
     def _push(self, call: QueuedCall, *, front: bool = False) -> None:
-        """Queue a call, with `front` before calls that no worker has had."""
+        """Queue a call. With `front`, it is placed before calls that no worker has had yet."""
         if self._open():
             self._queue.push(call, front=front)
         else:

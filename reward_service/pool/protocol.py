@@ -13,7 +13,8 @@ import msgspec
 from areal_async.base.verdicts import Verdict
 
 MAX_REPORT_BYTES = 32 << 20
-"""Largest frame that a pool accepts from a worker. Only reports with rewards of units come close to it."""
+"""Largest frame that a pool accepts from a worker. Only reports with rewards of units come close to this
+limit."""
 
 
 class LoadReward(msgspec.Struct, array_like=True, tag="load"):

@@ -1,7 +1,7 @@
 """The calls that wait for workers, and the choice of the reward whose turn is next. The module does no I/O.
 
 Rewards get equal parts of the workers' time, not equal numbers of calls. The reward that has used the least
-time is next. A reward cannot save up time while it is idle.
+time is next. A reward that was idle gets no larger part of the time afterwards.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PooledReward:
         self.waiting: deque[QueuedCall] = deque()
         self.used_s = 0.0
         """Seconds of workers' time that the reward has used. When the reward becomes active after being idle,
-        the value is raised to at least that of the reward served last."""
+        its value is raised to at least the value of the reward served last."""
         self.latency = LatencyEstimate()
 
     def load_order(self) -> LoadReward:
@@ -138,8 +138,8 @@ class FairQueue:
         return taken
 
     def take(self, number: int, workers: int) -> Invocation | None:
-        """Remove the next calls from the queue and return them as invocation `number`, for one of `workers`
-        free workers. Return None if no call waits."""
+        """Remove the next calls from the queue and return them as invocation `number`. `workers` is the
+        number of free workers, one of which gets it. Return None if no call waits."""
         if (reward := self.next()) is None:
             return None
         waiting, first = reward.waiting, self.pop(reward)

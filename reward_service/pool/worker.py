@@ -1,11 +1,12 @@
 """A worker process of a reward pool: it loads rewards, runs one unit of work at a time and reports the
 verdicts.
 
-Promises: for every unit (`WorkUnit`) that returns or raises, it reports exactly one verdict per input,
-validated and of bounded size. A reward's output never reaches the protocol. The process dies with its pool. A
-reward may crash or block the process, and the pool then kills the group.
+Promises: for every unit of work (`WorkUnit`) in which the reward returns or raises, the process reports
+exactly one verdict per input, validated and of bounded size. A reward's output never reaches the protocol.
+The process dies with its pool. A reward may crash or block the process, and the pool then kills the group.
 
-The pool starts it as `python -m reward_service.pool.worker`. It must stay light: no torch, no numpy.
+The pool starts the process as `python -m reward_service.pool.worker`. The process must stay light: no torch,
+no numpy.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ log = get_logger("pool")
 MAX_FAILED_STARTS = 4  # consecutive failed starts before the pool gives up
 FIRST_PAUSE_S = 0.2
 SOFT_SHARE = 0.75
-"""Share of the memory between the use after loading and the limit. A worker that uses more is renewed between
-calls."""
+"""Share of the room between a worker's memory after loading and the limit. A worker whose growth exceeds this
+share is renewed between calls."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class WorkerLimits:
 
 @dataclass(slots=True, eq=False)
 class WorkerSlot:
-    """One worker and its state. After its death another worker takes its place."""
+    """One worker and its state. After the worker's death, another worker takes the slot."""
 
     loading: set[int]
     """Numbers of the rewards that the worker must load and has not reported yet."""

@@ -1,5 +1,5 @@
-"""Ways to confine a program on this machine. Whether a way works is always tested with a small program and
-never guessed."""
+"""Ways to confine a program on this machine. A small program always tests whether a way works; this is never
+guessed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LauncherClient:
     """A client of the launcher, the process that starts jails. The first request starts the launcher, and a
     request after its death restarts it.
 
-    Two threads must not use it at once.
+    Two threads must not use one client at the same time.
     """
 
     def __init__(self, start: str = START) -> None:
@@ -195,8 +195,8 @@ class Confinement(NamedTuple):
 
     @property
     def as_another(self) -> bool:
-        """Return whether programs run as a user who owns no files. Then everybody must be able to read the
-        files that they need."""
+        """Return whether programs run as a user who owns no files. The files that a program needs must then
+        be readable by everybody."""
         return self.uid_base is not None
 
 

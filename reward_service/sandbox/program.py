@@ -33,7 +33,8 @@ class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one run. They apply to the program and all its children, unless stated otherwise."""
 
     wall_s: float = 10.0
-    """Seconds of the run, without the time that the program waited for a processor."""
+    """Limit for the duration of the run in seconds, without the time that the program waited for a
+    processor."""
     cpu_s: float = 4.0
     clock_s: float = 3600.0
     """Seconds of all runs by the clock, including the time that the program waited for the machine.
@@ -54,7 +55,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str = ""
     environment: str = ""
-    """Interpreter or virtual environment that runs the program. Its packages can be imported.
+    """Interpreter or virtual environment that runs the program. Programs can import the packages of that
+    environment.
 
     Empty means the standard library, and those packages in `interpreter.OFFERED` that are installed.
     """
@@ -72,7 +74,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a run. Whatever a program does, its run has an outcome and raises no exception."""
+    """The outcome of a run. Whatever a program does, its run returns an outcome and raises no exception."""
 
     kind: EndKind
     """Cause of the end.
@@ -98,8 +100,8 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     peak_mb: float = 0.0
     """Largest memory of all processes together, including files in memory.
 
-    The value is 0 if memory is polled (the guard `memory sum`, or no isolation) and the run ends before the
-    first poll.
+    With the guard `memory sum` or without isolation, memory is only polled, and the value is 0 if the run
+    ends before the first poll.
     """
     level: Level = "none"
 

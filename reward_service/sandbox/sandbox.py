@@ -32,8 +32,8 @@ class LaunchRequest(NamedTuple):
 class Sandbox:
     """A sandbox: `with Sandbox.at("isolated") as sandbox: outcome = sandbox.run(Program(source="print(1)"))`.
 
-    It has a child process that makes a new jail for every run, and a second one for pairs. Two threads must
-    not use one sandbox at the same time, so each thread needs its own.
+    A child process of the sandbox makes a new jail for every run. For pairs, a second child process makes the
+    second jail. Two threads must not use one sandbox at the same time, so each thread needs its own.
     """
 
     def __init__(self, confinement: Confinement, launcher: LauncherClient) -> None:
@@ -79,10 +79,10 @@ class Sandbox:
     def run_pair(self, tests: Program, program: Program) -> tuple[RunOutcome, RunOutcome]:
         """Run both programs at the same time, each in its own jail with its own limits.
 
-        A stream of bytes in both directions joins them. Each finds it as its descriptor 3. They share
-        nothing else. The time of `program` (`wall_s`) excludes the tests' computing and waiting. When `tests`
-        ends, `program` is ended at once. When `program` ends, `tests` reads the end of the stream and may
-        finish. Raises the errors of `run`.
+        A stream of bytes in both directions joins the two programs. Each program finds the stream as its
+        descriptor 3. They share nothing else. The time of `program` (`wall_s`) excludes the tests' computing
+        and waiting. When `tests` ends, `program` is ended at once. When `program` ends, `tests` reads the end
+        of the stream and may finish. Raises the errors of `run`.
         """
         orders = [self._order(one, [one.stdin]) for one in (tests, program)]
         try:
@@ -163,7 +163,8 @@ def ending(limit: str, wait_status: int | None) -> tuple[EndKind, int]:
     """Return the kind of the end and the exit status, from the limit that ended the run, if any, and its wait
     status.
 
-    Raises `SandboxError` if there is neither, because the jail itself was then killed from outside.
+    Raises `SandboxError` if there is neither a limit nor a wait status, because the jail itself was then
+    killed from outside.
     """
     if limit:
         return msgspec.convert(limit, EndKind), 0

@@ -1,8 +1,8 @@
 """`python -m reward_service.tools.loads`: check whether rewards can be loaded in the way a scoring process
 loads them.
 
-It reads a `RewardTrial` from standard input and prints one line: a JSON list with the problem of each reward,
-or an empty text. Output of a reward's file during import goes to standard error.
+The command reads a `RewardTrial` from standard input and prints one line: a JSON list with one text for each
+reward, which is its problem, or empty. Output of a reward's file during import goes to standard error.
 """
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ def _here(mistakes: Sequence[Mistake]) -> Iterator[Mistake]:
 def read_samples(tasks: Path, column: str, limit: int) -> tuple[list[AnswerSample], str]:
     """Return answers to at most `limit` tasks, drawn from the file at random, and the source of the answers.
 
-    The source is the column, or the ground truth if there is no column `response`. Raises `SamplesError`,
-    `TaskFileError`.
+    The answers come from the column `response`, or if the file has none, from the ground truth. Raises
+    `SamplesError`, `TaskFileError`.
     """
     table = read_tasks(tasks, extra=[column])
     rows = drawn(range(len(table)), limit)
@@ -262,7 +262,7 @@ def shown(judged: Sequence[JudgedAnswer]) -> Table:
 def remarks(judged: Sequence[JudgedAnswer]) -> Table:
     """Return a table of remarks by kind: verdicts without a score, answers at fault, and details of scores.
 
-    For each kind it shows the first occurrence.
+    For each kind, the table shows the first occurrence.
     """
     found: dict[tuple[str, str], list[JudgedAnswer]] = defaultdict(list)
     for one in judged:

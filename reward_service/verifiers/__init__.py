@@ -13,8 +13,8 @@ A model must not be able to escape a bad score with an answer that is costly to 
 a timeout may be masked. So a verifier whose cost depends on the answer stops by itself (`within`), well
 before the deadline of its call, and the answer counts as wrong. The limit is CPU time, so that a busy machine
 makes no answer wrong. Only Python code can be stopped, so the cost of a C function must be bounded before its
-call. An exception is the answer's fault if a neutral answer does not cause it too, unless the exception is
-`TaskAtFault`.
+call. If judging an answer raises an exception, a neutral answer is judged too. The exception is the answer's
+fault if the neutral answer does not cause it as well, unless it is `TaskAtFault`.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def verifier(
 
 
 class TaskAtFault(ValueError):
-    """The task is wrong, so no answer to it can be judged. This is raised even where a neutral answer raises
-    no error."""
+    """The task is wrong, so no answer to it can be judged. The task is at fault even if a neutral answer
+    causes no error."""
 
 
 class NoArguments(Section):
@@ -163,7 +163,8 @@ def within(cpu_s: float, work: Callable[[], T]) -> T:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise `error` in a thread at its next step of Python code. With None, cancel a pending error."""
+    """Raise `error` in a thread at its next step of Python code. If `error` is None, cancel an error that was
+    not raised yet."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), ctypes.py_object(error) if error is not None else None
     )

@@ -32,7 +32,7 @@ SENTENCE_END = re.compile(r"[.!?](?:\*\*)?(?:\s|\Z)|[\n。！？；]")
 LISTED = re.compile(
     r"[\s$]*(?:[,;，；、]|[,，]?\s*(?:\b(?:and|or)\b|[和或及]))[\s$]*(?:[a-zA-Z](?:_\d)?\s*=\s*)?"
 )
-"""Pattern for the text between two boxes if the boxes are parts of one answer."""
+"""Pattern for the text between two boxes that are parts of one answer."""
 LONGEST_BETWEEN = 40
 NAMED = re.compile(r"(?<![a-zA-Z\\])([a-zA-Z](?:_\d)?\s*=)\s*\Z")
 
@@ -151,7 +151,8 @@ PLACES: dict[Where, tuple[Callable[[str], str | None], ...]] = {
     "marked": MARKED,
     "any": (*MARKED, _last_line),
 }
-"""Place → functions that find the answer there. The first function that finds one counts."""
+"""Place → functions that search for the answer there. The result of the first function that finds one
+counts."""
 UNSEEN = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff"
 FOLDED = str.maketrans({"、": ",", "。": ".", "−": "-", "﹣": "-"} | dict.fromkeys(UNSEEN, ""))
 STYLES = ("<wide>", "<narrow>", "<font>")
@@ -175,7 +176,7 @@ def folded(text: str) -> str:
 
 def accepted(truth: Any) -> list[str]:
     """Return the texts that the task accepts: the ground truth, or each text if it is a list. Numbers are
-    converted to text as in Python.
+    converted to text as `str` does.
 
     Returns an empty list for a task without ground truth. Raises `ValueError` for any other type, because the
     task is wrong.

@@ -132,8 +132,8 @@ def _names_a_unit(behind: str) -> bool:
     """Return whether the text after a number leaves its value unchanged: words, and signs that are not
     operators.
 
-    A single letter directly after the number changes its value (`5k`, `5x`), except for common units. So does
-    a sign that is itself a number (`½`, `²`, `万`).
+    A single letter directly after the number changes its value (`5k`, `5x`), except for common units. A sign
+    that is itself a number (`½`, `²`, `万`) also changes the value.
     """
     if not all(PLAIN.match(sign) and unicodedata.category(sign) not in ("No", "Nl") for sign in behind):
         return False

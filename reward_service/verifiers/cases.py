@@ -1,11 +1,11 @@
-"""Conversion of the ground truths of code tasks from the forms of data sets to one form. docs/sandbox.md
-lists the forms.
+"""Conversion of the ground truths of code tasks, which differ by data set, to one form. docs/sandbox.md lists
+the forms.
 
-A ground truth may also be a text that contains any of the forms as JSON. Next to tests in code, `entry_point`
-may name the function that the program must define, such as `add` or `Solution().add`. Any other name in the
-tests is resolved in this order: a definition or import of the tests, a builtin of Python, a name in
-`LIBRARY`. Only the remaining names come from the program. So a program cannot replace the `set` or `np` of
-the tests.
+A ground truth may also be a text that contains any of the forms as JSON. If the tests are code, the ground
+truth may also have `entry_point`: the function that the program must define, such as `add` or
+`Solution().add`. Any other name in the tests is resolved in this order: a definition or import of the tests,
+a builtin of Python, a name in `LIBRARY`. Only the remaining names come from the program. So a program cannot
+replace the `set` or `np` of the tests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CallCase(msgspec.Struct, frozen=True):
     args: list[Any]
     expected: Any
     wrapped: bool = False
-    """Whether the task has each result in a list of its own."""
+    """Whether the task wraps each result in a list with one item."""
 
 
 class Cases(msgspec.Struct, frozen=True):
@@ -201,7 +201,8 @@ def _typed(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return the input or output of a case as text. If it is given as a list, the list has its lines."""
+    """Return the input or output of a case as text. If the value is a list, its items are the lines of the
+    text."""
     return "\n".join(str(line) for line in value) if isinstance(value, list) else str(value)
 
 

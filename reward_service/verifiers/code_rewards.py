@@ -43,13 +43,13 @@ class CodeArguments(SandboxArguments):
     """Place of the program: a fenced block of the response (`programs.py` chooses it), or the whole
     response."""
     partial: bool = False
-    """Whether the score is the share of passed cases. Otherwise it is 1 if all pass, else 0, and the first
-    failure ends the run."""
+    """Whether the score is the share of passed cases. If not, the score is 1 if all cases pass and 0
+    otherwise, and the first failure ends the run."""
     max_cases: int = Field(default=0, ge=0)
     """Number of cases to run, from the first. 0 means all."""
     tolerance: float = Field(default=1e-6, ge=0)
-    """Relative and absolute tolerance for decimals that a function returns. With `compare: tokens`, it also
-    applies to printed numbers if the expected one is a decimal."""
+    """Relative and absolute tolerance for decimals that a function returns. With `compare: tokens`, the
+    tolerance also applies to a printed number if the expected number is a decimal."""
 
 
 class CodeStdioArguments(CodeArguments):
@@ -125,7 +125,8 @@ def _modules_of(truth: Any) -> set[str]:
 
 
 def _modules_away(names: Sequence[str], given: Mapping[str, Any]) -> list[str]:
-    """Return which of the modules `names` programs cannot import with the arguments `given`.
+    """Return those of the modules `names` that programs cannot import, under the arguments `given` of the
+    reward.
 
     Returns an empty list if no program can run at all, because another check reports that.
     """

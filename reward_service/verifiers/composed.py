@@ -11,7 +11,7 @@
 
 The score of `weighted` is the sum of weight * score. The components are the scores of the parts by name, and
 the parts' own components as `part.component`. If a part has no score, `weighted` has none either and returns
-the part's verdict. If a part could not judge the answer through the answer's own fault, that part counts 0.
+the part's verdict. If a part cannot judge the answer and this is the answer's fault, that part counts 0.
 Rewards of segments, agents or units that parts return are weighted and added too.
 """
 
@@ -94,9 +94,9 @@ class WeightedPart(Section):
     name: Annotated[str, AfterValidator(_runs_in_the_pool)]
     """A built-in reward that runs in the pool, or `path.py:name`."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Its arguments, by name, like `reward.args`."""
+    """Arguments of the part's reward, by name, like `reward.args`."""
     weight: float = 1.0
-    """Factor of its score."""
+    """Factor of the part's score in the sum."""
     label: str | None = Field(default=None, min_length=1)
     """Name of the part among the components. It is required if two parts use the same reward."""
 
@@ -160,7 +160,8 @@ async def weighted(given: RewardInput, arguments: WeightedArguments) -> Verdict:
 
 
 async def _verdict_of(part: WeightedPart, given: RewardInput) -> Verdict:
-    """Call the part with `given`. If the result is not a score, its message names the part."""
+    """Call the part with `given`. If the result is not a score, the message of this verdict names the
+    part."""
     label, function = part.known_as, part.load()
     try:
         result = function(given)
@@ -193,8 +194,8 @@ def _loaded(name: str, args_text: str) -> Callable[[RewardInput], Any]:
 def _sum_of_parts(valued: Sequence[tuple[float, Parts]]) -> Parts | None:
     """Return the weighted sum of the parts' rewards of segments, agents and units.
 
-    The list of units is as long as the longest list of a part. The pool checks its length against the
-    episode.
+    The list of units is as long as the longest list of a part. The pool checks the length of this list
+    against the episode.
     """
     if not valued:
         return None

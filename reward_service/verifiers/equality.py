@@ -3,9 +3,9 @@ value.
 
 Ordered objects (points, intervals, matrices) must agree in order and brackets. Unordered objects (sets,
 several solutions) may have any order. Words, and letters whose order matters (such as `ABC` for a triangle),
-must agree letter by letter. `x = 5` equals `5`. `50 %` equals `0.5`, and it equals `50` if only one side has
-the sign. A unit may be missing on one side, but two units must be the same. If two formulas are written
-differently, `formulas.py` compares their values.
+must agree letter by letter. `x = 5` equals `5`. `50 %` equals `0.5`. It also equals `50` if only one side has
+the percent sign. A unit may be missing on one side, but two units must be the same. If two formulas are
+written differently, `formulas.py` compares their values.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ WORDY = re.compile(r"(?<![^\s(])[^\W\d_]{3,}(?![^\s).,!?'’-])")
 LETTERS_ALONE = re.compile(r"(?:[^\W\d_]|[\s.'’()])+")
 SEQUENCE = re.compile(r"[A-Z](?:\s*-\s*[A-Z]){2,}")
 LABEL = re.compile(r"[a-zA-Z]+\d[a-zA-Z\d]*")
-"""Pattern for a label of letters and then digits, as for a chess square or a seat. A product is written
-differently."""
+"""Pattern for a label of letters and then digits, as for a chess square or a seat. A product would be written
+with the digits first."""
 PRODUCT = re.compile(r"\\(?:cdot|times)(?![a-zA-Z])|[\s{}()*]")
 NUMBER_IN_WORDS = re.compile(r"\\text\s*\{[^{}]*\d")
 LETTERS = re.compile(r"[^\W_]+", re.UNICODE)
@@ -70,7 +70,8 @@ MORE = re.compile(
     r"|to|(?:R|r)ightarrow|implies|iff|langle|rangle|lor|vee|land|wedge|n?mid|subset|subseteq|supset|ni|mp"
     r"|forall|exists)(?![a-zA-Z])"
 )
-"""Pattern for signs that change a value. If only the answer has one, it is a different answer."""
+"""Pattern for signs that change a value. If only the answer has such a sign, the answer differs from the
+truth."""
 NOT_STRICT = (r"\le", r"\ge")
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\lt": r"\gt", r"\gt": r"\lt"}
 UNION = re.compile(r"\\cup(?![a-zA-Z])")

@@ -4,9 +4,9 @@ Rational numbers are compared exactly. Other numbers are computed with more and 
 or the digit limit is reached. Formulas with unknowns are equal if they have the same value at every sample
 point at which both are defined as real numbers. An unreadable formula equals nothing.
 
-Too costly formulas raise `TooCostly` before sympy computes anything. These limits exist because memory and
-work in C functions cannot be limited later. The caller limits the time of all other work. The libraries are
-imported at the first comparison that needs them, or by `preload`.
+Too costly formulas raise `TooCostly` before sympy computes anything. They are refused so early because the
+memory and the work of C functions cannot be limited once they run. The caller limits the time of all other
+work. The libraries are imported at the first comparison that needs them, or by `preload`.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def _parser() -> Any:
 
 
 def _as_one_symbol(match: re.Match[str]) -> str:
-    """Return letters whose order matters as one symbol. Otherwise they would be read as a product, in which
-    the order does not count."""
+    """Return letters whose order matters as one symbol. Without this, the letters would be read as a product,
+    in which the order does not count."""
     letters = match["marked"] or match["word"] or match["capitals"]
     return match[0] if letters is None else f" Q_{{0{match['mark'] or ''}{''.join(letters.split())}}} "
 
@@ -176,8 +176,8 @@ def _bits(node: Any, unknown: float = 1.0) -> float:
 
 
 def _size(part: Any, unknown: float) -> float:
-    """Return the size of an exponent or argument, at least 1. Return infinity if it would have to be computed
-    first."""
+    """Return the size of an exponent or argument, at least 1. Return infinity if the size is not known
+    without computing the value."""
     if part.free_symbols and unknown <= 1:
         return 1.0
     bits = _bits(part, unknown)
@@ -190,7 +190,7 @@ def _size(part: Any, unknown: float) -> float:
 
 
 def _most_terms(formula: Any) -> int:
-    """Return the most terms that a part of the formula has after expansion."""
+    """Return the largest number of terms that a part of the formula has after expansion."""
     import sympy
 
     most, unknowns = 1, len(formula.free_symbols)

@@ -160,7 +160,7 @@ def _compatible(signs: str) -> str:
 def one_spaced(text: str) -> str:
     """Return the text with one space for each run of white space.
 
-    The text means the same to TeX, and no pattern has to backtrack over a run.
+    TeX reads the result in the same way, and patterns then need no backtracking over runs of white space.
     """
     return " ".join(text.split())
 
@@ -195,8 +195,8 @@ def undollared(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """Return the text without braces around the whole text. Round brackets around it are removed too, unless
-    it has a comma."""
+    """Return the text without braces around the whole text. Round brackets around the whole text are removed
+    too, unless it has a comma."""
     for _ in range(MOST_WRAPPINGS):
         if text.startswith("{") and closing(text, 0) == len(text) - 1:
             text = text[1:-1].strip()
@@ -362,7 +362,7 @@ def _is_a_thing(word: str) -> bool:
 
 
 def unit_of(words: str, power: str | None = None) -> str:
-    """Return the short name of the unit in `words`, or an empty text for others.
+    """Return the short name of the unit in `words`, or an empty text for other words.
 
     Known units are single units (`kg`), their powers (`square meters`), and speeds (`km/h`)."""
     words = " ".join(words.replace(" per ", "/").replace("²", "^2").replace("³", "^3").split()).strip(". ")

@@ -93,8 +93,8 @@ def program_of(response: str | Sequence[Block], *, defines: Collection[str] = ()
     - the last block with another tag that looks like a Python program
     - the last block without a tag
 
-    Console sessions and empty blocks are never programs. The `language` of the result is `python` for the
-    first choice, and otherwise empty.
+    Console sessions and empty blocks are never programs. The `language` of the result is `python` if the
+    block has a tag of Python, and otherwise empty.
     """
     found = blocks(response) if isinstance(response, str) else response
     latest = [one for one in reversed(found) if one.text.strip() and not CONSOLE.match(one.text)]

@@ -54,8 +54,8 @@ class SandboxArguments(Section):
 
     sandbox: Level = "isolated"
     """Isolation of programs (docs/sandbox.md). With `isolated`, a job is refused if its programs cannot be
-    isolated. With `none`, programs are plain child processes of the service. They have all its rights, and
-    nothing protects the machine from them."""
+    isolated. With `none`, programs are plain child processes of the service. These processes have all rights
+    of the service, and nothing protects the machine from them."""
     cpu_s: float = Field(default=2.0, gt=0)
     """CPU time of one case, in seconds."""
     wall_s: float = Field(default=5.0, gt=0)
@@ -64,14 +64,15 @@ class SandboxArguments(Section):
     """Memory of all processes of one run."""
     environment: FolderOrName = ""
     """Python for programs and tests: a virtual environment or an interpreter, whose packages can then be
-    imported. If it is empty, they can import the standard library, and numpy if it is installed in this
-    project's environment."""
+    imported. If this field is empty, programs and tests can import the standard library, and numpy if it is
+    installed in this project's environment."""
     processes: int = Field(default=16, ge=2, le=65_536)
     """Processes and threads of one run."""
     budget_s: float = Field(default=8.0, gt=0)
-    """Time in seconds for all cases of one response. It is counted like `wall_s`, but is at least the CPU
-    time. Cases that have not run by then have failed. If the reward's `timeout_s` passes first, because the
-    machine is busy or there are many cases, the verdict is an error of the kind `overloaded`."""
+    """Time in seconds for all cases of one response, counted like `wall_s`, but never as less than the CPU
+    time. Cases that have not run when this time is used up have failed. If the reward's `timeout_s` passes
+    first, because the machine is busy or there are many cases, the verdict is an error of the kind
+    `overloaded`."""
 
     @staticmethod
     def programs_isolated(arguments: Mapping[str, Any]) -> bool:
@@ -160,8 +161,8 @@ def run_cases(
 ) -> Result:
     """Run the cases. Stop at the first failure unless `partial` is true.
 
-    Raises `SandboxError`, which is `Overloaded` if the deadline of the call came first. Raises `ValueError`
-    for tests that fail or end before they have used the program.
+    Raises `SandboxError`; this is an `Overloaded` if the deadline of the call passed before the program
+    reached its own limits. Raises `ValueError` for tests that fail or end before they have used the program.
     """
     sandbox = runner(arguments.sandbox)
     tests = len(cases.calls) + len(cases.codes)
@@ -194,8 +195,8 @@ def _outcomes(
 ) -> Iterator[RunOutcome]:
     """Run cases on demand, with more and more cases per jail, and yield their outcomes.
 
-    Later jails run many cases, because making a jail costs more than a quick run. The first run few, because
-    a wrong program usually fails at its first cases.
+    The first jails run few cases, because a wrong program usually fails at its first cases. Later jails run
+    many cases, because making a jail costs more than a quick run.
     """
     done = 0
     while done < len(cases):
@@ -290,7 +291,7 @@ print(*(name for name in sys.stdin.read().split() if importlib.util.find_spec(na
 
 
 def modules_away(modules: Collection[str], arguments: SandboxArguments) -> list[str]:
-    """Return which of these modules programs and tests cannot import. Raises `SandboxError`."""
+    """Return those of these modules that programs and tests cannot import. Raises `SandboxError`."""
     program = Program(
         source=LOOK_FOR,
         environment=arguments.environment,

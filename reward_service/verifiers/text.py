@@ -140,8 +140,8 @@ class FormatTagsArguments(Section):
     empty: bool = False
     """Whether a tag may be empty."""
     opened_by_prompt: bool = False
-    """Whether the prompt ends with the first tag. It need not be set if the input has the prompt, because
-    then the prompt itself is checked."""
+    """Whether the prompt ends with the first tag. This field need not be set if the input has the prompt,
+    because then the prompt itself is checked."""
     partial: bool = False
     """Whether the score is the share of the tags that are present."""
 
@@ -190,14 +190,15 @@ IN_WORD = "(?:[^\\W\u3040-\u9fff\uac00-\ud7af]|')"
 """Pattern for a character that makes a letter next to it part of a word, so that the letter names no option.
 Chinese, Japanese and Korean characters are excluded, because these languages have no blanks between words."""
 IN_A_SENTENCE = r"(?<=[AI])\s(?!(?:is|was|are|or|and|nor|has|can|may|might|could|would)\b)[a-z]"
-"""Pattern for text after `A` or `I` as a word of a sentence, which names no option: `A cat`, `I think`."""
+"""Pattern for the text after `A` or `I` if the letter is a word of a sentence and names no option: `A cat`,
+`I think`."""
 REASON = re.compile(
     r"[,;]?\s*+(?:\b(?:because|since)\b|因为|因為|由于).*"
     r"|[,;]?\s*+\b(?:(?:and )?not|rather than|instead of) (?:option )?\(?[A-Z]\)?[.!]?\Z",
     re.DOTALL | re.I,
 )
-"""Pattern for the reason after a choice. It is cut off, because it may mention other options or a rejected
-one."""
+"""Pattern for the reason after a choice. The reason is cut off, because it may mention other options or a
+rejected option."""
 CHOOSES = r"(?:I(?:['’]ll|['’]d| will| would)? (?:choose|pick|select|go with) )?"
 LONGEST = 2_000
 

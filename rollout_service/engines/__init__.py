@@ -19,9 +19,10 @@ BUILT_IN = {name: f"rollout_service.engines.{name}:PART" for name in ("local", "
 def make_engine(
     job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None = None, replica: int = 0
 ) -> Engine:
-    """Return the job's engine, not started yet, for `slots` requests at once. `activity` is the name of its
-    busy time in the metrics. `place` is the process that uses the engine, and `replica` the engine's number
-    there. Both name a server's log and select from `rollout.server.urls` and the visible GPUs.
+    """Return the job's engine, not started yet, for `slots` requests at once. `activity` is the name of the
+    engine's busy time in the metrics. `place` is the process that uses the engine, and `replica` is the
+    engine's number there. These two determine the name of a server's log, and which of `rollout.server.urls`
+    and of the visible GPUs the engine uses.
 
     Raises `EngineError` if the server's environment or the GPU is missing. Raises `PartError` if the engine
     does not exist, or cannot do what the job requires."""

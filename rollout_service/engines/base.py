@@ -4,13 +4,13 @@ Promises of an engine:
 
 - `generate` returns ids exactly as sampled. Each id comes with its log-prob and with the version and trainer
   epoch of the weights that sampled it, as the engine itself knows them. The id that ended the answer
-  (`areal_async.models.answers.end_ids`) is among the ids. `text` is decoded separately. It has special tokens
-  except ends and padding, and no stop string.
+  (`areal_async.models.answers.end_ids`) is among the ids. `text` is decoded separately. It includes special
+  tokens, except end tokens and padding, and no stop string.
 - `pause`, `load`, `resume` exchange the weights. A request in flight survives the exchange without loss or
-  truncation. Work that can be done earlier (reading, verifying) is not part of the three calls.
+  truncation. Work that can be done before the pause (reading, verifying) is not part of the three calls.
 - A request that cannot be served raises `RequestError` and affects no other request. An engine that died
-  raises `EngineLost` in every running call. Such a request may be sent again, to another engine or after a
-  restart.
+  raises `EngineLost` in every running call. The requests of these calls may be sent again, to another engine
+  or after a restart.
 
 Log-probs are in nats, of the distribution that `GenerateResult.logprobs_of` names:
 
@@ -50,7 +50,7 @@ class EngineLost(EngineError):
 
 
 class DeadlinePassed(EngineError):
-    """A request ended because its `deadline_s` passed."""
+    """A request ended because it passed its `deadline_s`."""
 
 
 class RequestError(ArealError):
@@ -86,8 +86,8 @@ class GenerateRequest:
     session: str = ""
     """Name of requests that share prefixes, usually an episode. One session stays on one replica."""
     began: tuple[int, int] | None = None
-    """Epoch and version that sampled the session's first unit. In mode `session`, its KV is cached under
-    them. None, before the first unit, means the served version."""
+    """Epoch and version that sampled the session's first unit. In mode `session`, the session's KV is cached
+    under this epoch and version. None (before the first unit) means the served version."""
     priority: int = 0
     """Smaller values go first in the queue."""
     routes_from: int | None = None
@@ -111,15 +111,15 @@ class GenerateResult:
     cached_tokens: int | None = None
     """Number of prompt tokens found in a prefix cache. None: the engine does not report it."""
     routes: Routes | None = None
-    """u8 or u16 [n, width], as in `trajectory/routes.py`. They cover the tokens from `routes_from` on that
-    the model has read, so not the last sampled one. The value is None if they are not requested or not known.
-    If a token was read several times, because its KV was recomputed under other weights, the routes are from
-    one of these passes."""
+    """u8 or u16 [n, width], as in `trajectory/routes.py`. The rows are for the tokens from `routes_from` on
+    that the model has read, which excludes the last sampled token. The value is None if they are not
+    requested or not known. If a token was read several times, because its KV was recomputed under other
+    weights, the routes are from one of these passes."""
 
 
 Ids = npt.NDArray[np.int32]
 Piece = Ids
-"""Ids sampled since the last piece."""
+"""A part of a streamed answer: the ids sampled since the last piece."""
 Tell = Callable[[Piece], None]
 
 
@@ -138,7 +138,7 @@ class EngineStats:
     waiting: int
     """Requests in the queue."""
     capacity: int
-    """Most requests computed at once."""
+    """Largest number of requests computed at once."""
     kv_used: float
     """Used share of the KV cache, 0 to 1."""
     tokens_total: int
@@ -151,8 +151,8 @@ class EngineStats:
     """Sums over the engine's passes, from which the cost of a pass is estimated (`with_pass` of the local
     engine). The value is empty if the engine does not measure passes."""
     decoded: int = 0
-    """Count that increases with units of unfinished answers, which `tokens_total` does not contain yet. Only
-    its change has a meaning."""
+    """Count that also increases with units of unfinished answers, which `tokens_total` does not contain yet.
+    Only the change of this count has a meaning, not its value."""
 
 
 class Engine(Protocol):
@@ -174,8 +174,9 @@ class Engine(Protocol):
     async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
         """Sample until a stop, the maximum length or an abort. Cancelling the call aborts the request.
 
-        `tell` gets sampled ids early, if the engine has them. Together, its pieces are a prefix of the
-        result's ids. Each id is given once and never withdrawn. Only the result counts."""
+        `tell` gets sampled ids before the end, if the engine has them. The pieces together are a prefix of
+        the result's ids. Each id is passed once and never withdrawn. Callers must use the result as the
+        answer."""
         ...
 
     async def pause(self) -> None:
@@ -189,7 +190,7 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """End these requests now. They return their units so far, with finish reason `abort`."""
+        """End these requests now. Their calls return the units so far, with finish reason `abort`."""
         ...
 
     def stats(self) -> EngineStats: ...
@@ -208,7 +209,8 @@ def checked_request(request: GenerateRequest, *, vocab_size: int, max_model_len:
 
 
 def checked_ids(prompt_ids: Sequence[int] | npt.NDArray[Any], *, vocab_size: int, max_model_len: int) -> Ids:
-    """Return a prompt as a read-only i32[T]. It is the argument itself if that fits, else a copy.
+    """Return a prompt as a read-only i32[T]. The result is the argument itself if that has this form, else a
+    copy.
 
     Raises `RequestError`."""
     ids = np.asarray(prompt_ids)
@@ -248,7 +250,7 @@ or to part of a character."""
 
 def stop_window(stop: Sequence[str]) -> int:
     """Return how many of the newest tokens to decode, to find every stop string that ends in the newest
-    token. A token that decodes to text decodes to at least one byte of it."""
+    token. Every token that decodes to any text adds at least one byte, which bounds this number."""
     return max(len(s.encode()) for s in stop) + EXTRA_TOKENS
 
 

@@ -11,9 +11,9 @@ from rollout_service.engines.base import EngineError
 def own_gpus(
     job: JobConfig, place: ServiceContext | None, replica: int, *, visible: int | None = None
 ) -> tuple[int, ...]:
-    """Return the GPUs of an engine that computes as `job.rollout` says. For an evaluation's engine, `job` is
-    the evaluation's view of the job. `visible` is the number of visible GPUs, by default torch's count. The
-    result is empty on a CPU.
+    """Return the GPUs of an engine in this process, as set in `job.rollout`. For an evaluation's engine,
+    `job` is the evaluation's view of the job. `visible` is the number of visible GPUs, by default torch's
+    count. The result is empty on a CPU.
 
     Raises `EngineError` if the GPUs do not exist."""
     if job.rollout.device == "cpu":

@@ -3,8 +3,8 @@ answers.
 
 Promises: the gateway's process starts when the first episode needs it, and restarts if it dies. Its address
 stays the same. A session's key works until the session ends and never again. If the process dies, the calls
-in flight are lost. An episode with a lost call fails, because it is unknown which answer its agent received.
-Other episodes continue, but the next call of each conversation begins a new path.
+in flight are lost. An episode with a lost call fails, because it is unknown whether its agent received the
+answer. Other episodes continue, but the next call of each conversation begins a new path.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class GatewaySetup(msgspec.Struct, frozen=True):
 
     job: str
     name: str
-    """The worker's name. The endpoints between worker and gateway are named after it."""
+    """The worker's name. The endpoints between worker and gateway are named after the worker."""
     host: RunHost
     keys: RoleKeys  # Keys of the worker's role
     section: dict[str, Any]  # `rollout.gateway`
@@ -84,7 +84,8 @@ class GatewaySetup(msgspec.Struct, frozen=True):
     """Number of earlier starts of this gateway's process."""
 
     def client(self, service: Side) -> Client:
-        """Return a client for the socket of the worker or of the gateway, for use by the other side."""
+        """Return a client for the socket of the worker or of the gateway. The other side of the two uses
+        it."""
         return Client(
             Address(self._endpoint(service), self.keys.role),
             job=self.job,
@@ -149,9 +150,9 @@ class Gateway:
 
     @asynccontextmanager
     async def session(self, episode: Context) -> AsyncIterator[Session]:
-        """Give an episode access until the `async with` block ends. Raises `GatewayError` if the port is
-        taken, if the gateway cannot start, or if the record differs from the answers that the agent
-        received."""
+        """Give an episode access to the policies until the `async with` block ends. Raises `GatewayError` if
+        the port is taken, if the gateway cannot start, or if the record differs from the answers that the
+        agent received."""
         await self._up()
         session = Session(episode, self._record_of(episode.builder), self._setup.job, self.address)
         self._sessions[session.digest] = session
@@ -193,8 +194,8 @@ class Gateway:
         return record
 
     async def _told(self, request: Any) -> bool:
-        """Send a request to the gateway, and return whether it has answered. If it is dead, `_run` handles
-        that."""
+        """Send a request to the gateway, and return whether it has answered. If the gateway is dead, the
+        return value is False, and `_run` restarts it."""
         if self._client is None:
             return False
         with suppress(PeerGone, RpcTimeout, FaultError):

@@ -24,8 +24,8 @@ from rollout_service.workflows.turns import RenderedPrompt, SampledText
 Key = bytes
 Root = Literal["new", "history", "template"]
 """Reason why a path begins. `new`: the conversation has no assistant message, or no answer is recorded yet.
-`history`: its last assistant message does not end a recorded conversation. `template`: the template now
-renders recorded answers differently."""
+`history`: the conversation up to its last assistant message is not a recorded one. `template`: the template
+now renders recorded answers differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,9 @@ def chain(asked: Conversation) -> tuple[Key, ...]:
 
 
 def linked(before: Key, message: Message) -> Key:
-    """Return the key of a prefix that is extended by `message`. White space around a text, the spelling of
-    arguments and the ids of tool calls do not affect the key, because clients change them."""
+    """Return the key of a prefix after it is extended by `message`. `before` is its key until then. White
+    space around a text, the spelling of arguments and the ids of tool calls do not affect the key, because
+    clients change them."""
     calls = [
         [call["function"]["name"], _arguments(call["function"]["arguments"])]
         for call in message.get("tool_calls", ())
@@ -129,7 +130,8 @@ def _arguments(value: object) -> str:
 
 
 def _best(known: Sequence[RecordedAnswer], message: Message) -> RecordedAnswer:
-    """Return the answer whose tool calls have the ids in `message`, or the newest answer if there is none."""
+    """Return the answer whose tool calls have the same ids as those in `message`. If no answer has them,
+    return the newest answer."""
     ids = tuple(call.get("id", "") for call in message.get("tool_calls", ()))
     same = [turn for turn in known if ids and turn.tool_ids == ids]
     return (same or known)[-1]

@@ -70,8 +70,8 @@ class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Request that arguments must be valid. It is ignored, because the agent must see the model's own
-    text."""
+    """Request that arguments must match their schema. The field is ignored, because the agent must see the
+    model's own text."""
 
 
 class DeclaredTool(msgspec.Struct):
@@ -180,8 +180,8 @@ class ChatCall:
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _token_logprobs(self, choice: SampledChoice) -> dict[str, Any] | None:
-        """Return the log-probs of every sampled token, including the end token. Alternatives are not
-        known."""
+        """Return the log-probs of every sampled token, including the end token. The log-probs of other tokens
+        at the same place are not known."""
         if not self.body.logprobs:
             return None
         content = []
@@ -217,8 +217,8 @@ def read(given: Mapping[str, Any]) -> ChatBody:
 
 
 def _without_nulls(message: Any) -> Any:
-    """Return a message without its null fields. They occur because clients send back every field of an
-    answer, and most are null."""
+    """Return a message without its null fields. Null fields occur because clients send back every field of an
+    answer, and most of these are null."""
     if not isinstance(message, dict):
         return message
     return {name: value for name, value in message.items() if value is not None}

@@ -49,7 +49,8 @@ CALLS_FROM = 1 << 48  # First call number for seeds, so that they differ from th
 
 @dataclass(slots=True)
 class RecordedCalls:
-    """Recorded calls of an episode, of all its sessions. It has no reference to the builder."""
+    """Recorded calls of an episode, of all its sessions. This object has no reference to the episode's
+    builder."""
 
     episode: int
     calls: int = 0
@@ -112,7 +113,7 @@ class Session:
 
     def interrupted(self, why: Exception) -> None:
         """Record that the gateway was unavailable while the agent might have called it. If the episode then
-        fails, its agent is not at fault."""
+        fails, the agent is not at fault."""
         self._episode.trouble = self._episode.trouble or why
 
     # --- a call --------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """The gateway's process: an HTTP server for agents, which keeps the conversations of their episodes.
 
 Promises: it serves only requests with the key of a running episode. Other keys, including keys of ended
-episodes, get 401 with the reason. Engine and episodes are in the worker, and the gateway sends requests to it
-over a socket. The gateway ends when its worker ends. Keys are never logged.
+episodes, get 401 with the reason. Engine and episodes are in the worker, and the gateway sends requests to
+the worker over a socket. The gateway ends when its worker ends. Keys are never logged.
 
 A call is recorded at one point: after the last byte with content was sent to a client that is still
-connected, and before the empty end of its reply. So once a client has read a whole reply, the answer is
-recorded. If the client disconnects earlier, the call ends and the episode contains nothing of it.
+connected, and before the empty chunk that ends the reply. So once a client has read a whole reply, the answer
+is recorded. If the client disconnects earlier, the call ends, and no part of it is in the episode.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ REMEMBERED_KEYS = 4096  # Ended keys whose refusal still says that they ended
 CONNECTIONS = 1024
 BODIES_AT_ONCE = 64  # Most bodies of maximum length held at a time, or more shorter bodies
 ANSWER_GRACE_S = 60.0
-"""Seconds that an agent has to receive an answer that was finished just before the deadline of the call."""
+"""Seconds after the deadline of a call within which the agent may still receive an answer that was finished
+just before the deadline."""
 
 
 class Front:

@@ -1,7 +1,7 @@
 """The gateway's side of one agent's access to the policy: its limits and its calls.
 
 Promises: a call's answers are recorded if and only if the agent received all of them. To that end, the sender
-of the answers calls `record` after they were received. A call is aborted if its client has disconnected.
+calls `record` once the agent has received the answers. A call is aborted if its client has disconnected.
 Weight updates during generation are handled by the engine and have no effect here.
 """
 
@@ -170,8 +170,8 @@ class AgentCalls:
         return GatewayCall(plan, tuple([await self._shown(asked, opened, *one) for one in answers]))
 
     def _sampling(self, asked: ChatCall) -> Sampling:
-        """Return the sampling parameters of the answers, without seeds. Raises `ApiError` for values that
-        cannot be trained on."""
+        """Return the sampling parameters of the answers, without seeds. Raises `ApiError` for values with
+        which answers cannot be trained."""
         job = self._job_sampling
         changes: dict[str, Any] = {}
         if self.section.sampling == "agent":
@@ -229,8 +229,8 @@ class AgentCalls:
 
 
 def _check_trainable(changes: dict[str, Any]) -> None:
-    """Raise `ApiError` for top-p, top-k or temperature 0. An importance ratio needs samples at a positive
-    temperature without truncation."""
+    """Raise `ApiError` for top-p, top-k or temperature 0. Training uses importance ratios, which need samples
+    at a positive temperature without truncation."""
     good = {"temperature": lambda v: v > 0, "top_p": lambda v: v == 1, "top_k": lambda v: v == 0}
     for name, value in changes.items():
         if not good[name](value):

@@ -47,7 +47,8 @@ class ChatTemplate:
 
     def ids(self, text: str, after: str = "") -> Ids:
         """Return the ids of `text`, without added special tokens. `after` is the end token directly before
-        the text. It is needed because some tokenizers treat the start of a text differently."""
+        the text. `after` is needed because some tokenizers treat the start of a text differently from its
+        middle."""
         if after:
             anchor, both = self._known_ids(after), self._plain_ids(after + text)
             if both[: len(anchor)] == anchor:
@@ -55,8 +56,8 @@ class ChatTemplate:
         return np.asarray(self._plain_ids(text), np.int32)
 
     def root_ids(self, text: str) -> Ids:
-        """Return the ids of a whole rendering. They are cached, because the samples of a group begin with the
-        same rendering."""
+        """Return the ids of a whole rendering. The ids are cached, because the samples of a group begin with
+        the same rendering."""
         return np.asarray(
             self._known_ids(text) if len(text) < _KNOWN_CHARS else self._plain_ids(text), np.int32
         )

@@ -46,7 +46,7 @@ class ParsedText:
 Tools = Sequence[dict[str, Any]]
 T = TypeVar("T")
 ASIDE_CHARS = 4096
-"""Longest text that is parsed on the event loop. Longer texts are parsed in a thread. For shorter ones, the
+"""Longest text that is parsed on the event loop. Longer texts are parsed in a thread. For shorter texts, the
 switch to a thread takes longer than the parsing."""
 
 
@@ -146,8 +146,8 @@ class ScannedText:
         return known
 
     def decode(self, at: int) -> tuple[Any, int]:
-        """Return the JSON value after blanks, and the position after it and further blanks. Raises
-        `ValueError`."""
+        """Return the JSON value after blanks, and the position after the value and the blanks that follow it.
+        Raises `ValueError`."""
         if self._failed > MOST_FAILED:
             raise ValueError("too many calls are malformed")
         try:
@@ -253,9 +253,9 @@ def _xml(source: ScannedText, tools: Tools, at: int, begin: int) -> Found:
 
 
 def _typed(text: str, declared: Any, schema: Any) -> Any:
-    """Return the value of an XML parameter, whose text does not show its type. It is text if the tool takes
-    text there. Otherwise it is parsed as JSON if possible. Templates write null as `null` or `None`, and
-    booleans as Python does."""
+    """Return the value of an XML parameter, whose text does not show its type. The value stays text if the
+    tool takes text for this parameter. Otherwise it is parsed as JSON if possible. Templates write null as
+    `null` or `None`, and booleans as Python does."""
     if text in ("null", "None") and _takes(declared, schema, "null", type(None)):
         return None
     if _takes(declared, schema, "string", str):

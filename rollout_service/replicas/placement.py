@@ -1,9 +1,9 @@
 """Placement of requests on the replicas of a set.
 
 A request goes to the replica that has its prefix in the cache: the replica of its session, or else of its
-group. It goes elsewhere if that replica's load is above `BUSY` and above `OVERLOAD` times the least load. A
-request without a cached prefix goes to the replica with the least load. A replica without room gets no
-requests. While no replica has room, requests wait.
+group. It goes to another replica if the load of the one with the prefix is above `BUSY` and above `OVERLOAD`
+times the least load. A request without a cached prefix goes to the replica with the least load. A replica
+without room gets no requests. While no replica has room, requests wait.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ OVERLOAD = 1.5
 the least load."""
 BUSY = 0.5  # Below this load, a replica is not overloaded, however idle the others are
 FRONT_SHARE = 0.25
-"""Number of requests that a replica may get beyond its capacity, as a share of the capacity. So a replica has
-the next request ready when one ends. All other requests wait in the set, and the oldest is placed first."""
+"""Number of requests that a replica may get beyond its capacity, as a share of the capacity. With these, a
+replica has the next request ready when one ends. All other requests wait in the set, and the oldest is placed
+first."""
 MAX_REMEMBERED = 65_536  # Sessions and groups whose replica is remembered
 
 
 def most_requests(capacity: int) -> int:
-    """Return the most requests that a replica of `capacity` may get."""
+    """Return the largest number of requests that a replica of `capacity` may get."""
     return capacity + max(1, int(capacity * FRONT_SHARE))
 
 
@@ -72,7 +73,7 @@ class PrefixAffinity:
         return len(self._of)
 
     def find(self, session: str) -> int | None:
-        """Return the replica of the session, else of its group."""
+        """Return the replica of the session if it has one, else the replica of its group."""
         for key in keys_of(session):
             if (index := self._of.get(key)) is not None:
                 self._of.move_to_end(key)

@@ -3,17 +3,17 @@
 Promises:
 
 - A request goes to the replica with its prefix, or to another with room (`placement.py`). If no replica has
-  room, requests wait in the set. Requests of the oldest lease are placed first, and the engine gets this
-  priority too. A request that is cancelled while it waits takes no place.
+  room, requests wait in the set. Requests of the oldest lease are placed first, and the engine orders its own
+  queue by the same priority. A request that is cancelled while it waits takes no place.
 - If an engine dies, or samples nothing for `stuck_s`, it is stopped. Another engine starts after the pause of
   the restart policy, with the newest snapshot. It serves only after it has the version that the set serves.
   If engines die more often than the policy allows, the set ends with the last error. For a server, the error
   includes its last log lines.
-- Requests of a lost engine run again from their first token, on another replica or on the new engine, without
-  any effect for the caller except the delay. But if a stream has already delivered units of the answer, it
-  ends with an error, because a new answer would contradict them.
-- `version` is the oldest version that any replica serves, so that admission never grants too many groups. The
-  version of a unit is set by the engine that sampled it.
+- Requests of a lost engine run again from their first token, on another replica or on the new engine. The
+  caller notices only the delay. But if units of the answer were already delivered as a stream, the request
+  ends with an error, because a new answer would contradict these units.
+- `version` is the oldest version that any replica serves. The buffer grants leases by this version, so it
+  never grants too many groups. The version of a unit is set by the engine that sampled it.
 - The deadline of a request applies both while it waits and while it runs.
 
 If an engine cannot be restarted, `watch` and every request raise the reason.
@@ -59,7 +59,7 @@ END_LIMIT_S = 15.0  # Seconds for the end of a lost engine; the rest of it ends 
 FETCH_PAUSE_S = 0.5
 WATCH_S = 0.5  # Seconds between two looks at an engine
 LONGEST_GAP_S = 5.0
-"""Longest time between two checks that counts as lack of progress. A longer one usually means that the whole
+"""Longest time between two checks that counts as lack of progress. A longer gap usually means that the whole
 process was suspended."""
 
 Fetch = Callable[[], AbstractAsyncContextManager[Weights]]
@@ -209,7 +209,7 @@ class EngineReplica:
         return tokens, requests
 
     def trouble(self) -> str:
-        """Return why its engine must be treated as dead, or an empty string."""
+        """Return the reason why the replica's engine must be treated as dead, or an empty string."""
         if not self.serves:
             return ""
         if not self.engine.alive():
@@ -414,8 +414,8 @@ class ReplicaSet:
                 self._admit_waiting()
 
     async def _replica_for(self, request: GenerateRequest) -> EngineReplica:
-        """Wait for a replica that can take the request, and return it. The request then counts as given to
-        that replica."""
+        """Wait for a replica that can take the request, and return it. From then on, the request counts
+        towards that replica's load."""
         if self._stopping or self._failed is not None:
             raise self._failed or EngineError("the engine has stopped")
         if not self._waiting and (replica := self._admit(request)) is not None:
@@ -540,9 +540,9 @@ class ReplicaSet:
 
     @asynccontextmanager
     async def _snapshot(self) -> AsyncIterator[Weights]:
-        """Yield the snapshot for an engine that starts. It is the newest one, and this waits for the
-        trainer's answer however long it takes. Without a source (`newest`), it is the snapshot that the set
-        serves."""
+        """Yield the snapshot for an engine that starts. This is the newest snapshot, and the call waits for
+        the trainer's answer however long that takes. Without a source (`newest`), it is the snapshot that the
+        set serves."""
         if self.newest is None:
             yield self._served()
             return

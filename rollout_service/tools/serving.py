@@ -36,7 +36,7 @@ MOST_TOKENS = 8192
 """Default of the longest prompt and answer together, for which engines reserve memory. It is limited by the
 model's positions, and `--set rollout.max_model_len=N` changes it."""
 MOST_NEW_TOKENS = 512
-"""Most tokens of an answer in an evaluation, if neither a run nor an option sets it."""
+"""Largest number of tokens of an answer in an evaluation, if neither a run nor an option sets it."""
 Asked = EvaluateRequest | AnswersRequest
 TRAINED_HERE = 1
 """Number of steps in a job for a model. The model is never trained, but a job must have a number of steps."""

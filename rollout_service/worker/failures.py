@@ -28,8 +28,8 @@ MAX_FAILURES = 8
 episodes that were running at the same time count as one failure, because a failed step of the engine makes
 all its requests fail."""
 OWN_FAULT_S = 20.0
-"""Least time in seconds during which episodes must fail by themselves before the worker ends. A new process
-might work, but only the buffer can see whether any worker succeeds."""
+"""Least time in seconds during which episodes must fail by themselves before the worker ends. The worker's
+end is not the job's end: a new process may work, and only the buffer can see whether any worker succeeds."""
 MOST_TOLD = 1000  # Most characters of a fault in an episode
 LET_DOWN = (InfrastructureFault, WireError, GatewayError, EpisodeAborted, TurnError, CallsBusy)
 """Errors that are never the fault of answers, in addition to errors of engines. `TurnError` is among them,
@@ -79,9 +79,9 @@ def _lets_down(error: BaseException) -> bool:
 async def run_episode(
     ctx: Context, work: Awaitable[None], limit_s: float | None, *, debug: bool = False
 ) -> tuple[Episode, bytes]:
-    """Return the episode that `work` makes, and its encoded bytes. If its answers ended the episode early,
-    `EpisodeHeader.fault` has the reason, and the episode has the units sampled until then. Raises every other
-    error of `work`. With `debug`, all errors of user code are raised, for a debugger."""
+    """Return the episode that `work` makes, and its encoded bytes. If the model's answers caused an early end
+    of the episode, `EpisodeHeader.fault` has the reason, and the episode has the units sampled until then.
+    Raises every other error of `work`. With `debug`, all errors of user code are raised, for a debugger."""
     builder = ctx.builder
     try:
         await within(limit_s, contained(work))

@@ -1,8 +1,8 @@
 """Upload of finished episodes to the buffer, and return of leases.
 
 Promises: an added episode is sent repeatedly until the buffer has acknowledged or refused it, or its lease is
-lost. A lease is closed once no more episodes will come for it. If it is incomplete then, it is returned to
-the buffer with the reason.
+lost. A lease is closed once no more episodes will come for it. A lease that is incomplete at that time is
+returned to the buffer with the reason.
 
 A lease has at most one message in flight. Episodes that finish in the meantime are sent in the next message.
 So short episodes of a group share a message, and a long episode does not delay finished ones.
@@ -81,7 +81,7 @@ class UploadQueue:
 
     max_episodes: int = 256
     max_bytes: int = 8 << 20
-    """Most bytes of one message. A single larger episode has a message of its own."""
+    """Largest number of bytes of one message. A single larger episode has a message of its own."""
     leases: dict[str, LeaseUpload] = field(init=False, default_factory=dict)
 
     @property

@@ -1,9 +1,9 @@
 """Updates of an engine to the newest weights.
 
 Promise (`versions_are_true`): the engine gets a snapshot only after all its hashes were verified. The engine
-continues to generate while this module waits for, reads and verifies a snapshot. Only pause → load → resume
-interrupt it, and their time is measured. An unusable snapshot is acknowledged with the reason, and the engine
-keeps its weights.
+continues to generate while this module waits for, reads and verifies a snapshot. Only the three calls pause →
+load → resume interrupt the engine, and their time is measured. An unusable snapshot is acknowledged with the
+reason, and the engine keeps its weights.
 """
 
 from __future__ import annotations

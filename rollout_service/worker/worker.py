@@ -3,18 +3,18 @@
 Promises:
 
 - The worker leases groups while fewer episodes run than `rollout.max_concurrent` allows. The last group, or a
-  late answer to an older request, may exceed the limit. It also leases no groups while that many finished
-  episodes await acknowledgement. So if the buffer is slow or unavailable, generation slows down, and no
-  episode is discarded for lack of room.
+  late answer to an older request, may exceed the limit. It also leases no groups while as many finished
+  episodes as this limit await acknowledgement. So if the buffer is slow or unavailable, generation slows
+  down, and no episode is discarded for lack of room.
 - A finished episode is sent until the buffer has acknowledged or refused it, or its lease is lost.
 - A lost lease ends only its own episodes.
 - A worker that must stop takes no more leases. It uploads episodes that finish within its grace period, and
   then returns its incomplete leases. A worker that must drain finishes all its episodes, and then exits.
-- An episode that its own answers ended early counts as finished, and its header has the fault. Any other
-  failed episode, or one that waits too long for the engine, costs only its own sample. Once the other samples
-  of the lease are stored, the lease is returned with the reason. While this worker has only failures, it asks
-  for leases with growing pauses, and finally exits with the reason. If no worker succeeds, the buffer ends
-  the job.
+- An episode that was ended early by the fault of the model's answers counts as finished, and its header has
+  the fault. Any other failed episode, or one that waits too long for the engine, costs only its own sample.
+  Once the other samples of the lease are stored, the lease is returned with the reason. While this worker has
+  only failures, it asks for leases with growing pauses, and finally exits with the reason. If no worker
+  succeeds, the buffer ends the job.
 - Only the buffer decides that a lease has expired, never the worker's clock, because the buffer extends
   leases after an outage.
 - Every single wait has a deadline, but the worker continues to try for as long as the buffer is unavailable.
@@ -64,7 +64,8 @@ log = get_logger("rollout")
 DRAINED = "drained"  # Reason to return a lease when nothing failed: this worker stops
 LEASE_WAIT_MS = 2000  # Longest time that the buffer may hold a lease request until there is room
 MAX_LEASE_CALLS = 3
-"""Most lease requests in flight: one with the version served now, and older requests not answered yet."""
+"""Largest number of lease requests in flight: one that names the version served now, and older requests not
+answered yet."""
 EMPTY_PAUSE_S = 0.05  # Least seconds between two requests when nothing is granted
 HEARTBEAT_SHARE = 1 / 3
 """Interval between heartbeats, as a share of a lease's duration. With this share, the loss of one heartbeat
@@ -113,7 +114,7 @@ class Worker:
         timing, job = self.timing, self.job
         sections = {policy: job.of(policy).rollout for policy in self.engines}
         self._most = {policy: each.max_concurrent * each.replicas for policy, each in sections.items()}
-        """Most episodes at once while all replicas of a policy serve."""
+        """Largest number of episodes at once while all replicas of a policy serve."""
         self._serving = dict.fromkeys(self.engines, 1.0)
         """Share of each policy's replicas that serve."""
         metrics.CONCURRENCY.set(self.limit)
@@ -159,8 +160,8 @@ class Worker:
 
     @property
     def limit(self) -> int:
-        """Most episodes at once: `max_concurrent` times the number of serving replicas, for the policy for
-        which this is smallest, but at least one group."""
+        """Largest number of episodes at once. Each policy allows its `max_concurrent` for each of its serving
+        replicas, and the smallest of these numbers applies. The limit is never less than one group."""
         most = min(math.floor(most * self._serving[policy]) for policy, most in self._most.items())
         return max(self.job.rollout.group_size, most)
 
@@ -192,9 +193,10 @@ class Worker:
     # --- leases --------------------------------------------------------------------------------------
 
     async def _lease(self) -> None:
-        """Ask the buffer for leases until cancelled. An answer may take long, and it depends on the versions
-        in the request. So when the served version changes, a new request is sent without waiting for the
-        answer to the old one. Leases in answers that arrive while the worker ends are not forgotten."""
+        """Ask the buffer for leases until cancelled. The buffer may answer late, and its answer depends on
+        the versions in the request. So when the served version changes, a new request is sent without waiting
+        for the answer to the old one. If an answer arrives while the worker ends, its leases are registered
+        too, so that they are returned."""
         calls = self._asking
         try:
             while True:
@@ -278,7 +280,7 @@ class Worker:
             task.cancel()
 
     def _closed(self, lease_id: str) -> None:
-        """Forget a lease that the uploader has sent completely or is about to return."""
+        """Forget a lease whose samples the uploader has all sent, or which it is about to return."""
         self.leases.pop(lease_id, None)
         self._on_progress()
 
@@ -399,8 +401,8 @@ class Worker:
         return DRAINED if self._stopping else "the worker failed"
 
     async def _drain(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Let running episodes finish and be sent, for at most `drain_s`. Raises errors after which this is
-        pointless.
+        """Let running episodes finish and be sent, for at most `drain_s`. Raises errors after which waiting
+        is pointless.
 
         The buffer is told not to grant leases to requests of this worker that are still in flight. Otherwise
         nobody would work on such a lease until it expires."""

@@ -1,5 +1,5 @@
-"""The workflow for an existing agent. The agent calls the policy over HTTP, and the answers sampled for it
-are trained.
+"""The workflow for an existing agent. The agent calls the policy over HTTP, and the policy is trained on the
+answers that it gave the agent.
 
 Promises: the agent has access only while its episode runs. A command runs in its own process group. The whole
 group is killed when the command has ended or passed its deadline, or the episode is cancelled.
@@ -69,8 +69,8 @@ class AgentWorkflow:
         """Folder in which `command` runs. The default is the worker's folder."""
         timeout_s: float = Field(default=600.0, gt=0)
         """Deadline of one episode in seconds. After it, the agent is ended, and the score of the episode is
-        `reward.on_fault.score`. But if the agent was waiting for a single answer of the engine for half of
-        this time, the answers are not at fault, and the episode gets no score."""
+        `reward.on_fault.score`. But if the agent spent half of this time or more waiting for a single answer
+        of the engine, the engine is at fault, and the episode gets no score."""
 
         @model_validator(mode="after")
         def _one_of_them(self) -> Self:

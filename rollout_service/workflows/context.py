@@ -70,7 +70,7 @@ class PolicyEngine:
     render: Renderer
     sampling: Sampling
     max_model_len: int | None = None
-    """Most tokens of a path. None: the limit in the workflow's resources applies."""
+    """Largest number of tokens of a path. None: the limit in the workflow's resources applies."""
 
 
 class AgentAccess(Protocol):
@@ -94,14 +94,14 @@ class Context:
     sample: int = 0
     attempt: int = 0
     lease_id: str = ""
-    """Part of each request's id. It keeps ids unique if an episode is restarted under a new lease while the
-    engine still has requests of the lost one."""
+    """Part of each request's id. With it, ids stay unique if an episode is restarted under a new lease while
+    the engine still has requests of the lost lease."""
     priority: int = 0
     deadline_s: float | None = None
     """Deadline of the episode's requests, as in `GenerateRequest`."""
     agents: AgentAccess | None = None
     greedy: bool = False
-    """Sample everything greedily, and train on none of it."""
+    """Whether all answers are sampled greedily; none of them is trained."""
     routes: bool = False
     """Request the routes of all tokens from the engine, and record them."""
 
@@ -113,7 +113,7 @@ class Context:
         self._calls = self._tool_calls = self._tool_errors = 0
         self._anchor: str | bytes | None = None
         self._paths: dict[int, Ids | tuple[int, bytes]] = {}
-        """Ids of the path down to each segment. Before the ids are needed, the entry has only the parent and
+        """Ids of the path down to each segment. Until the ids are needed, the entry has only the parent and
         the segment's own ids."""
         self._chats: dict[int, Chat] = {}  # The conversation up to each segment, if the path is a chat
         self._policy: dict[int, str] = {}  # The policy of each segment's tokens
@@ -188,9 +188,9 @@ class Context:
         conversation rendered again. `tools` are schemas for the template of a new path. Further keywords
         replace the job's sampling parameters (`seed=7`, `max_new_tokens=16`, …).
 
-        With `train=False`, the answer is context without gradient, as is required if it is sampled greedily
-        or with top-p or top-k. The first call sets the episode's prompt text, and every call its response
-        text. `builder.text` changes either. Raises `RequestError` if the engine cannot serve the request."""
+        With `train=False`, the answer is context without gradient. This is required for answers sampled
+        greedily or with top-p or top-k. The first call sets the episode's prompt text, and every call sets
+        its response text; `builder.text` changes both. Raises `RequestError` if the engine refuses."""
         root = parent is None
         agent, policy = self.speaker(agent, policy)
         voice = self.engines[policy]
@@ -328,8 +328,8 @@ class Context:
         policy: str | None = None,
     ) -> int:
         """Add a segment that no policy sampled, such as an answer of a tool or an environment. Return its
-        index. `content`, `tools` and `rewritten` are as for `prompt` in `generate`. If a path begins, it is
-        tokenised for `policy`, by default the agent's policy."""
+        index. `content`, `tools` and `rewritten` are as for `prompt` in `generate`. If the segment begins a
+        path, its content is tokenised for `policy`, by default the agent's policy."""
         if parent is None:
             _, policy = self.speaker(agent, policy)
             chat = Chat(tuple(content), tuple(tools)) if is_chat(content) else None
@@ -385,10 +385,10 @@ class Context:
         rewritten: Rewritten = "error",
     ) -> ToolReply:
         """Call a tool, and add its answer after `parent` as a TOOL segment. The tool is one of the job's
-        `tools` or a function marked `@tool`. If the arguments are a text, it is the tool's only argument. A
-        mapping has the arguments by name. An error in the tool becomes the answer `error: …`. `show` converts
-        the answer to a prompt. By default, this is a message with the role `tool` if the path is a chat, and
-        otherwise the text itself."""
+        `tools` or a function marked `@tool`. A text as `arguments` is the tool's only argument; a mapping has
+        the arguments by name. An error in the tool becomes the answer `error: …`. `show` converts the answer
+        to a prompt. By default, this is a message with the role `tool` if the path is a chat, and otherwise
+        the text itself."""
         answer = await self.call_tool(name, arguments, timeout_s=timeout_s)
         text = f"error: {answer.error}" if answer.error else answer.text
         called = name.name if isinstance(name, Tool) else name
@@ -406,9 +406,9 @@ class Context:
 
     def reward(self, value: float, *, name: str = REWARD, segment: int | None = None) -> None:
         """Record a reward of a segment, or a reward of the whole episode under a name. The built-in reward
-        `environment` uses the reward called `reward` as the episode's score, or the sum over segments if
-        there is none. Rewards with other names are only reported. Raises ValueError if the value is not
-        finite."""
+        `environment` uses the recorded reward named `reward` as the episode's score. If there is none, it
+        uses the sum over segments. Rewards with other names are only reported. Raises ValueError if the value
+        is not finite."""
         number = float(value)
         if not np.isfinite(number):
             raise ValueError(f"a reward is a finite number, not {value}")
@@ -480,8 +480,8 @@ class Context:
         return segment
 
     def _prompt_text(self, prompt: Prompt | None, segment: int) -> str:
-        """Return the first text that the model reads. The rendering of a `prompt` is still cached from its
-        call."""
+        """Return the first text that the model reads. A chat `prompt` was rendered just before, so its
+        rendering is still cached."""
         policy = self._policy[segment]
         known = self.engines[policy].render(prompt).text if prompt is not None else ""
         path = self._path(segment).tolist()

@@ -30,9 +30,9 @@ from rollout_service.workflows.turns import Rewritten
 class World:
     """One environment for one episode: `async with World(factory, timeout_s, ctx) as world`.
 
-    Unless it has `blocking = False`, an environment is created and called in threads, each call with the
-    deadline. Raises `EnvironmentFailure` if a call passes its deadline, or returns a value that the protocol
-    does not allow.
+    An environment without `blocking = False` is created and called in threads, and each call has a deadline.
+    Raises `EnvironmentFailure` if a call passes its deadline, or returns a value that the protocol does not
+    allow.
     """
 
     factory: EnvironmentFactory
@@ -86,7 +86,7 @@ class World:
 
 def opening(prompt: str | Sequence[dict[str, Any]], observation: str) -> str | list[dict[str, Any]]:
     """Return the task's prompt with the first observation. In a chat, the observation is appended to the last
-    message if that is the user's. Otherwise it becomes a new user message."""
+    message if that message is from the user. Otherwise it becomes a new user message."""
     if isinstance(prompt, str):
         return prompt + observation
     if not observation:
@@ -119,7 +119,7 @@ class MultiTurn:
         environment_args: dict[str, Any] = Field(default_factory=dict)
         """Arguments of the environment."""
         max_turns: int = Field(default=16, ge=1)
-        """Most replies in an episode, even if the environment is not done."""
+        """Largest number of replies in an episode, even if the environment is not done."""
         reward: Literal["sum", "final"] = "sum"
         """The episode's reward: the sum of the turns' rewards, or the last turn's reward."""
         stop: tuple[str, ...] = ()

@@ -57,7 +57,7 @@ class ToolUse:
         """Format of calls. `plain`: `name(text)` ends a reply; `json`: `<tool_call>{"name": …,
         "arguments": {…}}</tool_call>`."""
         max_calls: int = Field(default=8, ge=0)
-        """Most calls in one episode. The reply after the last call is the answer."""
+        """Largest number of calls in one episode. The reply after the last call is the answer."""
         answer: str = "={answer}\n"
         """Format of a tool's answer in the plain format."""
         error: str = "error: {error}"
@@ -66,7 +66,7 @@ class ToolUse:
         """Deadline in seconds of one call of a tool or of the environment. If a tool call passes it, the
         model reads an error."""
         output_chars: int = Field(default=2000, ge=1)
-        """Most characters of a tool's answer. Longer answers are truncated."""
+        """Largest number of characters of a tool's answer. Longer answers are truncated."""
         environment: str | None = None
         """Environment that asks the question and scores the final answer. None: the question is the task's
         prompt, and `reward.name` scores the answer."""
@@ -92,7 +92,8 @@ class ToolUse:
 
     @staticmethod
     def records_reward(arguments: Mapping[str, Any]) -> bool:
-        """Return whether the workflow records a reward for its episodes. It does if it has an environment."""
+        """Return whether the workflow records a reward for its episodes, which it does if it has an
+        environment."""
         return bool(arguments.get("environment"))
 
     def __init__(self, arguments: Arguments, resources: WorkflowResources) -> None:
@@ -161,7 +162,7 @@ class ToolUse:
 
 async def _generate(ctx: Context, segment: int, turn: int, *, plain: bool, opened: bool) -> tuple[Reply, str]:
     """Return a reply and its text. If a plain reply was stopped at a bracket that does not complete a call,
-    sampling continues until it is a call or ends."""
+    sampling continues until the reply is a complete call or ends."""
     left = ctx.sampling.max_new_tokens
     stop = (*ctx.sampling.stop, PLAIN_STOP) if plain else ctx.sampling.stop
     reply = await ctx.generate(parent=segment, turn=turn, stop=stop)

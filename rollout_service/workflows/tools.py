@@ -95,8 +95,9 @@ class BlockingCalls:
 
 
 async def contained(work: Awaitable[T]) -> T:
-    """Await the user's `work`. An exception that would end this process, or cancel a task without a request
-    to do so, is raised as a RuntimeError. Otherwise an answer of the model could cause such an exception."""
+    """Await the user's `work`. An exception that would end this process, or cancel a task although no
+    cancellation was requested, is raised as a RuntimeError. Without this, an answer of the model could end
+    this process or cancel a task."""
     task = asyncio.current_task()
     try:
         return await work
@@ -126,7 +127,7 @@ class Tool:
     function: Callable[..., Any]
     description: str
     parameters: dict[str, Any]
-    """JSON schema of its arguments."""
+    """JSON schema of the tool's arguments."""
     inline: bool = False
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -203,11 +204,11 @@ class WorkflowResources:
     tools: Mapping[str, Tool] = field(default_factory=dict)
     """The job's tools, by the names that `ctx.tool` takes."""
     max_model_len: int | None = None
-    """Most tokens of a path."""
+    """Largest number of tokens of a path."""
     timeout_s: float = 10.0
     """Deadline in seconds of one call of a tool."""
     output_chars: int = 2000
-    """Most characters of a tool's answer. Longer answers are truncated."""
+    """Largest number of characters of a tool's answer. Longer answers are truncated."""
     blocking: BlockingCalls = field(default_factory=BlockingCalls)
 
 
@@ -217,8 +218,8 @@ Arguments = str | Mapping[str, Any]
 async def run_tool(
     resources: WorkflowResources, name: str | Tool, arguments: Arguments, timeout_s: float | None = None
 ) -> ToolAnswer:
-    """Call a tool, by default with the deadline in `resources`. If the arguments are a text, it is the tool's
-    only argument. A mapping has the arguments by name. Errors of the tool become its answer, except that
+    """Call a tool, by default with the deadline in `resources`. A text as `arguments` is the tool's only
+    argument; a mapping has the arguments by name. Errors of the tool become its answer, except that
     `InfrastructureFault` and `CallsBusy` are raised."""
     tools, timeout_s = resources.tools, resources.timeout_s if timeout_s is None else timeout_s
     output_chars = resources.output_chars

@@ -9,9 +9,9 @@ if R still shows the earlier conversation, in one of two ways:
 - R begins with P, followed by the answer exactly as sampled. This includes templates that open a thought in
   P.
 - R shows the same answer in another spelling, which differs only in white space or in the JSON format of tool
-  calls, because these do not change the meaning. The answer in R is found in one of two ways: as the end of
-  the rendering of the conversation up to the answer, if R begins with that, or else as the text up to the
-  first closing of a turn.
+  calls, because these do not change the meaning. To find the answer in R, the conversation up to and
+  including the answer is rendered. If R begins with this rendering, the answer in R ends where the rendering
+  ends. Otherwise it ends at the first closing of a turn.
 
 The continuation begins with the closing of the answer's turn, without the part that the model has sampled
 itself. If a template drops or moves earlier text, the path ends. The template of Qwen3, for example, drops
@@ -136,7 +136,7 @@ class Chat:
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     end: str = ""
-    """Text of the end token after the last message, if that is a sampled reply."""
+    """Text of the end token after the last message, if the last message is a sampled reply."""
 
     def said(self, text: str, end: str = "") -> Chat:
         """Return the conversation with a reply of the model appended. Consecutive replies form one

@@ -30,10 +30,10 @@ def grpo(samples: Samples, *, eps: Positive = 1e-6) -> Tensor:
 def dr_grpo(samples: Samples) -> Tensor:
     """Return A = R - mean_g: f64 [N].
 
-    There is no division by the std, because it gives more weight to tasks that are nearly always or nearly
-    never solved. Use it with the `constant` normaliser. With `group_by: task_turn` it is the advantage of
-    MAGRPO. Source: Liu et al. 2025, "Understanding R1-Zero-like training", "Dr. GRPO"; Liu et al. 2025, "LLM
-    collaboration with multi-agent reinforcement learning" (MAGRPO)."""
+    A is not divided by the std, because that would give more weight to tasks that are nearly always or nearly
+    never solved. Use this advantage with the `constant` normaliser. With `group_by: task_turn` this is the
+    advantage of MAGRPO. Source: Liu et al. 2025, "Understanding R1-Zero-like training", "Dr. GRPO"; Liu et
+    al. 2025, "LLM collaboration with multi-agent reinforcement learning" (MAGRPO)."""
     return samples.centred(samples.reward)
 
 
@@ -75,10 +75,11 @@ def opo(samples: Samples) -> Tensor:
 def pass_at_k(samples: Samples) -> Tensor:
     """Return A = r_max - r_second for the best sample of the group and 0 for the others: f64 [N].
 
-    A sample's advantage is its contribution to the best reward of the group: max_g minus the max of the
-    others. The objective is then pass@k, where k is the size of the group. If two samples are equally good,
-    neither contributes anything. Source: Tang et al. 2025, "Optimizing language models for inference time
-    objectives using reinforcement learning" (leave-one-out; k samples a task)."""
+    A sample's advantage is its contribution to the best reward of the group: the largest reward of all
+    samples minus the largest reward of the others. The objective is then pass@k, where k is the size of the
+    group. If two samples are equally good, neither contributes anything. Source: Tang et al. 2025,
+    "Optimizing language models for inference time objectives using reinforcement learning" (leave-one-out; k
+    samples per task)."""
     return (samples.reward - samples.others_best(samples.reward)).clamp(min=0.0)
 
 
@@ -86,9 +87,10 @@ def pass_at_k(samples: Samples) -> Tensor:
 def gdpo(samples: Samples, *, weights: dict[str, float] | None = None, eps: Positive = 1e-6) -> Tensor:
     """Return A = Σ_c w_c · (R_c - mean_g) / (std_g + eps), whitened over the samples of the batch: f64 [N].
 
-    c are the components of the reward. `weights` selects components and gives their w_c; by default every
-    component has weight 1. For each component, only samples that have it are compared. Source: Liu et al.
-    2026, "GDPO". Raises `ObjectiveError` if no reward of the step has any of the components."""
+    The sum runs over the components c of the reward. `weights` selects components and gives their weights
+    w_c; by default every component has weight 1. For each component, only samples that have it are compared.
+    Source: Liu et al. 2026, "GDPO". Raises `ObjectiveError` if no reward of the step has any of the
+    components."""
     chosen = weights or dict.fromkeys(samples.components, 1.0)
     found = {name: values for name, values in samples.components.items() if name in chosen}
     if not found:

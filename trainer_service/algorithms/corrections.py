@@ -1,4 +1,4 @@
-"""Corrections for units from older weights or from an engine with different numerics.
+"""Corrections for units from older weights, or from an engine whose numerics differ from the trainer's.
 
 Each correction starts from w = exp(prox - beh), detached, in fp32. A dropped unit gets the weight 0 but still
 counts in the normaliser, so dropping a unit never gives more weight to another. `parts.py` describes how to
@@ -38,10 +38,10 @@ def decoupled(
     """Return min(w, cap): f32 [S].
 
     With `level: sequence` it is min(Π w over the episode, cap). Without the cap, this product is the exact
-    importance weight. However, the product of a long episode is almost always near 0 or at the cap. In the
-    decoupled PPO objective, the ratio of the loss is against the proximal policy. The weight w is the unit's
-    probability under that policy divided by its probability under the behaviour policy. Source: Hilton et al.
-    2022, "Batch size-invariance for policy optimization", eq. 5; Fu et al. 2025, "AReaL"."""
+    importance weight. However, the weight of a long episode is almost always near 0 or at the cap. In the
+    decoupled PPO objective, the ratio in the loss compares the policy with the proximal policy. The weight w
+    is the unit's probability under that policy divided by its probability under the behaviour policy. Source:
+    Hilton et al. 2022, "Batch size-invariance for policy optimization", eq. 5; Fu et al. 2025, "AReaL"."""
     if level == "sequence":
         weight = ratio_of(units.by_episode(_log_weight(units))[units.episode]).float()
     return weight.clamp(max=cap), {"truncated_share": weight > cap}
@@ -49,7 +49,8 @@ def decoupled(
 
 @correction(columns=("prox",), figures=("truncated_share",))
 def tis(weight: Tensor, units: UnitTable, *, cap: Positive = 2.0, level: Level = "token") -> WithFigures:
-    """Return `decoupled` with a tighter cap, as is usual for engines with different numerics: f32 [S].
+    """Return `decoupled` with a tighter cap, which is usual if the engine's numerics differ from the
+    trainer's: f32 [S].
 
     Source: Ionides 2008, "Truncated importance sampling"; Yao et al. 2025, "Your efficient RL framework
     secretly brings you off-policy RL training"."""
@@ -84,10 +85,11 @@ def mis(
     """Return min(w, cap), or 0 for all units of an episode whose mean divergence is outside [low, high]: f32
     [S].
 
-    The bounds are in nats per token; `low: None` means -high. The divergence of the proximal policy from the
-    behaviour policy is estimated with d = prox - beh: `k1` is -d, `k2` is d²/2, `k3` is e^d - 1 - d. Only
-    `k1` can be negative. Source: Liu et al. 2025, "When speed kills stability" (sequences are masked by their
-    geometric mean ratio, which is `k1`). The estimators are from Schulman 2020."""
+    The bounds are in nats per token; with `low: None`, the lower bound is -high. The divergence of the
+    proximal policy from the behaviour policy is estimated with d = prox - beh: `k1` is -d, `k2` is d²/2, `k3`
+    is e^d - 1 - d. Only `k1` can be negative. Source: Liu et al. 2025, "When speed kills stability"
+    (sequences are masked by their geometric mean ratio, which is `k1`). The estimators are from Schulman
+    2020."""
     found = units.mean_of_episode(estimate(estimator, units.behaviour, units["prox"]))
     dropped = (found > high) | (found < (-high if low is None else low))
     return weight.clamp(max=cap).masked_fill(dropped, 0.0), {"dropped_share": dropped}
@@ -100,9 +102,10 @@ def m2po(weight: Tensor, units: UnitTable, *, threshold: Positive = 0.04, cap: P
 
     A unit is a candidate if A (prox - beh) > 0. Candidates of the whole step are dropped in descending order
     of (prox - beh)², until the mean of this value over the remaining candidates is at most `threshold`.
-    Candidates with equal values are dropped together. Source: Zheng et al. 2025, "Prosperity before collapse"
-    (M2PO). The choice of candidates follows the authors' code. Other units are never dropped, because they
-    push the policy back towards the behaviour policy. Without them, the policy would break down."""
+    Candidates with equal values are dropped together. Units that are not candidates are never dropped,
+    because they push the policy back towards the behaviour policy. Without them, the policy would break down.
+    Source: Zheng et al. 2025, "Prosperity before collapse" (M2PO). The choice of candidates follows the
+    authors' code."""
     d = _log_weight(units).double()
     outward = (units.advantage * d > 0) & units.mask
     moment = d.square().masked_fill(~outward, -1.0)
@@ -131,5 +134,6 @@ def bypass(weight: Tensor, units: UnitTable) -> Tensor:
 
 @correction(corrects=False)
 def none(weight: Tensor, units: UnitTable) -> Tensor:
-    """Return 1 for every unit: f32 [S]. This is correct only for units that the current weights sampled."""
+    """Return 1 for every unit: f32 [S]. This weight is correct only for units that the current weights
+    sampled."""
     return weight.new_ones(weight.shape)

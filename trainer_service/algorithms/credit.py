@@ -3,14 +3,14 @@
 A *sequence* is everything that one agent did in one episode, in the order of time. Its reward is the agent's
 own reward if the verdict has one, and otherwise the episode's reward. Rewards of segments and units assign
 parts of this reward to places in the sequence. The last unit of the sequence gets the remainder. The rewards
-within a sequence therefore always sum to its reward.
+of units therefore always sum to the reward of their sequence.
 
 `group_by` selects the samples and their groups:
 
     task             episodes of one task
     task_agent       sequences of one agent in the episodes of one task
-    task_agent_turn  an agent's rewards from one turn on; the group has the same turn of the other episodes
-    task_turn        rewards of all agents of an episode from one turn on; the group as above; rewards of
+    task_agent_turn  an agent's rewards from one turn on; its group: that turn in the other episodes
+    task_turn        rewards of all agents of an episode from one turn on; groups as above; rewards of
                      single agents do not count
 """
 
@@ -111,7 +111,7 @@ class Credit:
 
     samples: Samples
     owner: Tensor | None
-    """i64 [G]: the sample of each segment; None if samples are episodes."""
+    """i64 [G]: index of the sample that each segment belongs to; None if samples are episodes."""
 
     def of_units(self, values: Tensor, units: UnitTable) -> Tensor:
         """Return f32 [U]: values [N] of samples, for each unit."""
@@ -159,7 +159,7 @@ def samples_of_segments(segments: SegmentTable, group_by: str, *, turn_discount:
 
 def _of_team(segments: SegmentTable) -> Tensor:
     """Return f64 [G]: reward of each segment if all agents form one team. The last segment of the last turn
-    also gets the remainder of the episode's reward."""
+    also gets the part of the episode's reward that no segment has."""
     turns = InTime.of(segments.episode, keys(segments.turn, segments.index))
     left = segments.episodes.reward.index_add(0, segments.episode, segments.given, alpha=-1)
     last = turns.order[torch.cat((~turns.follows, torch.ones(len(segments), dtype=torch.bool)[:1]))]
@@ -186,7 +186,7 @@ def with_penalty(units: UnitTable, penalty: Tensor | None) -> SegmentTable:
 
 def unit_rewards(units: UnitTable, penalty: Tensor | None) -> Tensor:
     """Return f64 [U]: reward of each unit minus its penalty [U]. The last unit of a segment also gets the
-    remainder of the segment's reward. All ranks call it."""
+    part of the segment's reward that no unit has. All ranks call it."""
     segments = units.segments
     assert segments is not None, "rewards of units need the table of segments"
     own, segment = units["own_reward"], units["segment"]

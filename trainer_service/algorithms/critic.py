@@ -44,8 +44,8 @@ def value_terms(value: Tensor, units: UnitTable, clip: float | None) -> ValueTer
 
 
 class ValueStatistics:
-    """Accumulator, over the micro-batches of a step, of how well the critic predicted the returns before the
-    step."""
+    """Accuracy with which the critic predicted the returns before the step, accumulated over the step's
+    micro-batches."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64)

@@ -1,9 +1,9 @@
 """Estimates of the distance from the reference policy, from the sampled units.
 
 With d = logp - ref of a sampled unit, the estimators are k1 = d, k2 = d²/2 and k3 = e^-d - 1 + d. The
-expectation of k1 and of k3 is KL(policy ‖ ref). The expectation of k2 is not, but the mean gradient of k2 is
-the gradient of the KL. Source: Schulman 2020, "Approximating KL divergence"; on gradients Tang and Munos
-2025, "On a few pitfalls in KL divergence gradient estimation for RL".
+expectation of k1 and of k3 is KL(policy ‖ ref). The expectation of k2 is another number, but the mean
+gradient of k2 is the gradient of the KL. Source: Schulman 2020, "Approximating KL divergence"; on gradients
+Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL".
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ MOST_CHANGE = 0.2
 
 
 def estimate(estimator: str, logp: Tensor, ref: Tensor) -> Tensor:
-    """Return the estimate of each unit, with the gradient of its own formula: f32 [S]."""
+    """Return the estimate of each unit, with the gradient that follows from the estimator's formula: f32
+    [S]."""
     d = logp - ref
     if estimator == "k1":
         return d

@@ -85,7 +85,7 @@ def gspo(
     [S].
 
     Source: Zheng et al. 2025, "Group sequence policy optimization", eq. 5 to 7. If advantages or weights
-    differ within an episode, it is eq. 13 (GSPO-token)."""
+    differ within an episode, the loss is that of eq. 13 (GSPO-token)."""
     return clipped(ratio_of(units["episode_mean"]), units.advantage, clip_low, clip_high)
 
 
@@ -162,8 +162,8 @@ def dppo(
     - p| for `tv`. For `kl` it is the divergence between distributions with two outcomes, this unit or any
     other: p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
 
-    Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning" (binary TV and KL).
-    There the distance is from the behaviour policy; use `correction: bypass` for that."""
+    Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning" (binary TV and KL). In
+    the paper, the distance is measured from the behaviour policy. `correction: bypass` does the same here."""
     advantage, old, new = units.advantage, units["prox"], logp.detach()
     p, q = old.exp(), new.exp()
     far = (q - p).abs() if divergence == "tv" else p * (old - new) + (1 - p) * (log_rest(p) - log_rest(q))
@@ -179,11 +179,11 @@ def log_rest(p: Tensor) -> Tensor:
 
 @loss(columns=RATIO, statistic=log_ratio)
 def kimi(logp: Tensor, units: UnitTable, *, tau: NotNegative = 0.1) -> Tensor:
-    """Return -A logp + τ/2 D (logp - prox), with the gradient of τ/2 D²: f32 [S].
+    """Return -A logp + τ/2 D (logp - prox): f32 [S]. The second term has the gradient of τ/2 D².
 
     D = Σ over the episode's units of logp - prox. Summed over an episode, the loss is -A Σ logp + τ/2 D².
-    Source: Kimi team 2025, "Kimi k1.5", eq. 3, gradient of the surrogate, in which the log-ratio of the whole
-    answer is squared."""
+    Source: Kimi team 2025, "Kimi k1.5", eq. 3: the gradient of a surrogate loss that squares the log-ratio of
+    the whole answer."""
     ratio = (units["episode_mean"] * units["episode_units"]).detach()
     d = logp - units["prox"]
     return -units.advantage * logp + tau * ratio * (d - d.detach() / 2)
@@ -194,8 +194,8 @@ def kimi_token(logp: Tensor, units: UnitTable, *, tau: NotNegative = 0.1) -> Ten
     """Return -A logp + τ/2 (logp - prox)²: f32 [S].
 
     Each unit has a penalty of its own. If all units move in the same direction, the penalty of `kimi` grows
-    with the square of the answer's length, but this one grows only in proportion to it. Source: as `kimi`,
-    but with the log-ratio of each token squared instead of the answer's."""
+    with the square of the answer's length, but this penalty grows only in proportion to the length. Source:
+    as `kimi`, but with the log-ratio of each token squared instead of the answer's."""
     return -units.advantage * logp + tau / 2 * (logp - units["prox"]).square()
 
 

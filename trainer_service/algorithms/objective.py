@@ -133,8 +133,8 @@ class Objective:
         """Whether a batch has a gradient even if all its advantages are 0."""
 
     def _check(self, job: JobConfig) -> None:
-        """Raise `ObjectiveError` if a part reports a mistake in the job. This is necessary because the check
-        of a job file does not import parts from a user's file."""
+        """Raise `ObjectiveError` if a part reports a mistake in the job. Parts from a user's file report
+        their mistakes only here, because the check of a job file does not import them."""
         for part in named_parts(job):
             if part.field.startswith("trainer.objective"):
                 for mistake in part.mistakes(job, run_own=True):
@@ -223,8 +223,8 @@ class Objective:
         return of_shape(f"the advantage {name} is of each {of} and was to return", values, count)
 
     def statistic(self, logp: Tensor, units: UnitTable) -> Tensor | None:
-        """Return f32 [S]: the statistic of each unit, or None if the loss has none. The loss reads the mean
-        of the statistic over each episode."""
+        """Return f32 [S]: the statistic of each unit (`Loss.statistic`), or None if the loss has none. The
+        loss reads the mean of the statistic over each episode."""
         if self._loss.statistic is None:
             return None
         logp, units = masked(logp.float(), units.mask), self._with_prox(logp, units.cleared())
@@ -288,5 +288,5 @@ class Objective:
 
 
 def _part(kind: type[P], found: Any) -> P:
-    """Return the object as a part. A plain function becomes a part with the default fields."""
+    """Return the loaded object `found` as a part. A plain function becomes a part with the default fields."""
     return found if isinstance(found, kind) else kind(found)

@@ -25,15 +25,15 @@ SUMS = ("count", "w", "w_squared", "chi2", "kl", "surprise")
 
 
 class StepStatistics:
-    """Accumulator over the micro-batches of the step that starts from version `step`. `figures` names further
-    figures, of which it computes the mean over units."""
+    """Accumulator over the micro-batches of the step that starts from version `step`. `figures` has the names
+    of further figures; the accumulator computes the mean of each over units."""
 
     def __init__(self, step: int, max_staleness: int, figures: Sequence[str] = ()) -> None:
         self._step = step
         self._names = tuple(figures)
         self._sums = torch.zeros(max_staleness + 1, len(SUMS) + len(self._names), dtype=torch.float64)
         self._extremes = torch.full((max_staleness + 1, 2), -torch.inf, dtype=torch.float64)
-        """Columns: largest w, largest -w."""
+        """Two columns: the largest w and the largest -w."""
 
     @torch.no_grad()
     def add(self, terms: UnitTerms, units: UnitTable) -> None:

@@ -9,8 +9,8 @@
 A job file then names `path.py:centred`, or an installed package declares it as an entry point (see
 `areal_async.config.registry`). Keyword-only parameters are the part's arguments (`advantage_args`,
 `loss_args`, `correction_args`, `normaliser_args` under `trainer.objective`). Their annotations are checked,
-as in `scale: Annotated[float, Field(gt=0)] = 1.0`. The job is checked against the decorator's fields when its
-file is read. A user's file is not run at that time, so its parts are checked before the job starts. A
+as in `scale: Annotated[float, Field(gt=0)] = 1.0`. When a job file is read, the job is checked against the
+decorator's fields. A user's file is not run at that time, so its parts are checked before the job starts. A
 function without a decorator has the default fields.
 
 | part | called with | returns |
@@ -132,12 +132,12 @@ class Advantage(ObjectivePart):
 
     of: Of = "sample"
     needs_group: int = 1
-    """Smallest group size for which the advantage is not always 0."""
+    """Size that a group must have at least; in smaller groups the advantage is always 0."""
     needs_greedy: bool = False
     """Whether each group needs a greedy episode as its baseline."""
     unpenalised: bool = False
-    """Whether a KL penalty on the reward has no effect on it, because it reads reward components or other
-    figures instead of the reward."""
+    """Whether the advantage ignores a KL penalty on the reward, because the advantage is computed from reward
+    components or other figures instead of the reward."""
     losses: tuple[str, ...] = ()
     """Built-in losses that give the documented gradient with this advantage. Empty means that every loss
     does."""
@@ -212,9 +212,9 @@ class Loss(UnitPart):
     """Whether the loss already applies importance weights of the behaviour policy, so that a correction would
     apply them twice."""
     prox: Literal["", "loglinear"] = ""
-    """Value of `prox: auto` for jobs with stale samples and one minibatch per step. With `loglinear`, a loss
-    that clips bounds each unit's distance from the behaviour policy. Otherwise it would bound nothing,
-    because with a single update the proximal policy equals the policy."""
+    """Value that `prox: auto` becomes for jobs with stale samples and one minibatch per step. With
+    `loglinear`, the clip of a loss bounds each unit's distance from the behaviour policy. With `recompute`
+    the clip would bound nothing, because before a single update the proximal policy equals the policy."""
     statistic: Callable[..., Tensor] | None = None
     """Function for a loss that is defined over episodes. It takes the arguments of the loss (logp f32 [S],
     units, keyword arguments) and returns f32 [S].
@@ -267,8 +267,8 @@ class Correction(UnitPart):
     """A part that computes a weight for each unit, for data that older weights sampled."""
 
     corrects: bool = True
-    """Whether the correction is valid for stale units. If it is not, a job with stale units must allow it
-    explicitly."""
+    """Whether the correction is valid for stale units. If it is not, a job with stale units must explicitly
+    allow the correction."""
     of: Literal["unit", "step"] = "unit"
     """`step` if the correction compares units; it is then called once with the table of the whole step."""
     prox: Literal["", "behaviour"] = ""

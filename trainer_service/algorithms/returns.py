@@ -33,8 +33,8 @@ def gae(
 
 @advantage(of="unit")
 def reinforce_pp(units: UnitTable, *, gamma: Fraction = 1.0) -> Tensor:
-    """Return A_t = Σ_{k≥t} γ^{k-t} r_k, whitened over all units of the batch: f64 [U]. r includes the penalty
-    of `kl.place: reward`. Source: Hu et al. 2025, "REINFORCE++"."""
+    """Return A_t = Σ_{k≥t} γ^{k-t} r_k, whitened over all units of the batch: f64 [U]. With `kl.place:
+    reward`, the KL penalty is already subtracted from r. Source: Hu et al. 2025, "REINFORCE++"."""
     return units.whiten(units.in_time().to_go(units["reward"], gamma))
 
 

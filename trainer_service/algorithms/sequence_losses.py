@@ -33,7 +33,7 @@ class Sequences:
     value: Tensor
     """f64 [n]: margins, labels or scores of the examples."""
     zero: float = 0.0
-    """z₀ of KTO."""
+    """The baseline z₀ of the loss `kto`."""
 
     @property
     def gain(self) -> Tensor:
@@ -70,7 +70,7 @@ def ipo(given: Sequences, *, beta: float) -> Tensor:
     """Return (h - 1 / 2β)², where h is the difference of the gains per unit.
 
     Source: Azar et al. 2023, "A general theoretical paradigm to understand learning from human preferences",
-    eq. 17 with τ = β. The mean over units follows the authors' code, like TRL."""
+    eq. 17 with τ = β. The gains are means over units, as in the authors' code and in TRL."""
     chosen, rejected = pairs(given.gain / given.length)
     return (chosen - rejected - 1 / (2 * beta)).square()
 
@@ -86,15 +86,16 @@ def hinge(given: Sequences, *, beta: float) -> Tensor:
 def orpo(given: Sequences, *, beta: float) -> Tensor:
     """Return -p(chosen) - β log σ(log odds(chosen) - log odds(rejected)).
 
-    p = π(y) / |y| and odds = eᵖ / (1 - eᵖ). It needs no reference. Source: Hong et al. 2024, "ORPO", eq. 6
-    and 7 (β is its λ)."""
+    p = π(y) / |y| and odds = eᵖ / (1 - eᵖ). The loss needs no reference model. Source: Hong et al. 2024,
+    "ORPO", eq. 6 and 7 (β is its λ)."""
     p = given.s / given.length
     chosen, rejected = pairs(p - log_one_less(p))
     return -pairs(p)[0] - beta * F.logsigmoid(chosen - rejected)
 
 
 def log_one_less(p: Tensor) -> Tensor:
-    """Return log(1 - eᵖ) for p <= 0, accurate both near 0 and far from it. p is clamped to at most -1e-12."""
+    """Return log(1 - eᵖ) for p <= 0, accurate for p near 0 and for p far below 0. p is clamped to at most
+    -1e-12."""
     p = p.clamp(max=-1e-12)
     near = p > -0.6931
     return torch.where(
@@ -138,7 +139,7 @@ class SequenceLoss:
     referred: bool = False
     """Whether the loss needs a reference model."""
     zeroed: bool = False
-    """Whether the loss needs z₀: the gains of answers after other prompts."""
+    """Whether the loss needs z₀, which is computed from answers that follow other prompts (`kto`)."""
     per_unit: bool = False
     """Whether the reward of a sequence is a mean over its units."""
 

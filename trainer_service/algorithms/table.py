@@ -48,8 +48,8 @@ class EpisodeTable:
     components: Mapping[str, Tensor] = field(default_factory=dict)
     """f64 [E] by name; NaN if the episode does not have the component."""
     parts: Sequence[Parts | None] = ()
-    """Rewards of segments, agents and units for each episode, or None if its verdict has none. The whole is
-    empty if no episode has any."""
+    """Rewards of segments, agents and units for each episode, or None if the episode's verdict has none. The
+    sequence is empty if no verdict has any."""
 
     def __len__(self) -> int:
         return len(self.reward)

@@ -55,10 +55,10 @@ class ModelUse:
     """Use of one model in a back end."""
 
     folder: Path
-    """A Hugging Face directory of a causal language model. With the head `value` it may also be a sequence
-    classifier with one label."""
+    """A Hugging Face directory of a causal language model. With the head `value`, the folder may also have a
+    sequence classifier with one label."""
     optimizer: OptimizerSection | None = None
-    """Settings of its training; None if the model is frozen."""
+    """Settings of the model's training; None if the model is frozen."""
     total_updates: int = 0
     """Number of optimizer updates in the whole run, for the learning-rate schedule."""
     head: ModelHead = "tokens"
@@ -151,7 +151,7 @@ class TrainingBackend(Protocol):
     @property
     def adapted(self) -> Sequence[str]:
         """Layers of the policy that have an adapter. If there are any, only adapters are trained, saved and
-        exported (under peft's names). It is read only with `trainer.lora`."""
+        exported (under peft's names). The trainer reads this value only for jobs with `trainer.lora`."""
 
     def evaluate(self, model: str, batches: Batches, fn: OfColumns[T], *, columns: Names = LOGP) -> list[T]:
         """Return `fn(index, columns)` of each micro-batch, in their order, without gradients.
@@ -187,9 +187,10 @@ class TrainingBackend(Protocol):
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
         """Yield the weights under the names in the model's files, in the job's dtype, without aliases.
 
-        Each rank yields its own boxes; together the ranks cover each tensor once. With `gather`, rank 0
-        yields all boxes. With `both` heads the value layer is not included. All ranks must iterate to the end
-        together. A piece is valid until the next piece is requested, or until the next update."""
+        Each rank yields its own boxes (rectangular parts of tensors); together the ranks cover each tensor
+        once. With `gather`, rank 0 yields all boxes. With `both` heads the value layer is not included. All
+        ranks must iterate to the end together. A piece is valid until the next piece is requested, or until
+        the next update."""
 
     def prepare_save(self) -> None:
         """Start to allocate the host memory for `save`, so that the first checkpoint delays its step no
@@ -203,13 +204,13 @@ class TrainingBackend(Protocol):
         training continues. The next call reuses the memory, so the writing must be finished by then."""
 
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
-        """Restore the state that `save` wrote after these `updates` on any number of ranks. If `updates` is
-        empty, restore only the weights of trained models, which is enough for an export. Raises
-        `CheckpointError`."""
+        """Restore the state that `save` wrote after these `updates`. Any number of ranks may have written it.
+        If `updates` is empty, restore only the weights of trained models, which is enough for an export.
+        Raises `CheckpointError`."""
 
     def reads(self, files: Collection[str]) -> Collection[str]:
-        """Return the files that `load` reads on this rank, from the names of all files that all ranks saved.
-        If ranks are on several hosts, a host needs only the files of its ranks."""
+        """Select the files that `load` reads on this rank, from the names of the files that all ranks saved.
+        If ranks are on several hosts, a host needs only the files that its ranks read."""
 
 
 def learning_rate(section: OptimizerSection, update: int, total_updates: int) -> float:

@@ -99,7 +99,7 @@ class ChangingModel(ABC):
 
     @abstractmethod
     def _move(self, source: Self, share: float) -> None:
-        """Set its weights to (1 - share) · their value + `share` · the weights of `source`."""
+        """Set the model's weights to (1 - share) · their value + `share` · the weights of `source`."""
 
     @property
     def changes(self) -> bool:
@@ -152,8 +152,8 @@ class ChangingModel(ABC):
         self.updates += 1
 
     def found_in(self, source: ChangingModel, name: str, found: Tensor | None, shape: torch.Size) -> Tensor:
-        """Return `found`, the tensor `name` of the model to follow. Raises `ModelError` if it does not have
-        this shape."""
+        """Return `found`, the tensor `name` of the model to follow. Raises `ModelError` if that tensor does
+        not have this shape."""
         if found is None or found.shape != shape:
             raise ModelError(
                 f"the model {self.name!r} cannot follow {source.name!r}, which has no {name} of its shape: "

@@ -33,7 +33,8 @@ from trainer_service.data.microbatch import MicroBatch
 from trainer_service.errors import ModelError
 
 ALIGNED = 64
-"""The width of tiles is a multiple of this if it is larger, because products are slower on unaligned rows."""
+"""Tiles wider than this number have a width that is a multiple of the number, because products are slower on
+unaligned rows."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ STEADY = 6.0
 one standard error. Among 150,000 token ids, none reaches this factor by chance."""
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 FINENESS = {"float32": 2, "bfloat16": 1}
-"""Precision rank of dtypes. A dtype that is not listed, such as a quantised server's, is coarser."""
+"""Dtype -> precision; a larger number is finer. A dtype that is not listed, such as a quantised server's, is
+the coarsest."""
 OTHER_VERSION = "another version"
 KEPT_KV = "kept KV of another version"
 OLD_ROUTES = "routes of another version"
@@ -112,10 +113,10 @@ def rows_to_compare(
     `epochs` sampled.
 
     Units whose log-probs the engine computes only approximately are left out and counted in `skipped`. With
-    the `update_mode` keep, these are units after a unit of another version. With session, they are all units
-    of an episode with such a unit, because its paths share a cache. With a `mixture`, the episode's routes
-    are replayed. With recompute, units after an update are then left out too, because the earlier tokens went
-    through other experts when they were computed again."""
+    the update mode `keep`, these are units after a unit of another version. With `session`, they are all
+    units of an episode with such a unit, because the episode's paths share a cache. With a `mixture`, the
+    episode's routes are replayed. In that case, `recompute` leaves out units after an update too: the engine
+    computed the earlier tokens again, and they then went through other experts than the ones recorded."""
     entry, places = item.entry, item.places or ()
     if entry.max_version < version:
         skipped[OTHER_VERSION] += sum(entry.rows[place][1] for place in places)

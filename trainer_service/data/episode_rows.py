@@ -53,7 +53,7 @@ class EpisodeBytes:
     places: Collection[int] | None = None
     """Numbers of the rows that this rank trains; None for all."""
     routes: Any = None
-    """Bytes of its routes; None if it has none."""
+    """Bytes of the episode's routes; None if it has none."""
 
 
 def fetched_episodes(
@@ -122,7 +122,7 @@ def rows_of_episodes(
 
 
 def placed(found: TrainingRow, row: Row, episode: Episode) -> TrainingRow:
-    """Return the row `found`, which was cut from `row`, with the places of its units."""
+    """Return the row `found`, which was cut from `row`, and add the places of its units."""
     path = np.asarray(row.path, np.int64)
     ends = np.cumsum(row.lengths)
     step = np.searchsorted(ends, found.position, side="right")
@@ -201,7 +201,8 @@ def _training_rows(episode: Episode) -> list[Row]:
 
 
 def _check_sizes(entry: BatchEpisode, rows: Mapping[int, TrainingRow]) -> None:
-    """Raise `BatchError` unless the rows, by number, have the sizes in the manifest."""
+    """Raise `BatchError` unless each row has the size that the manifest gives for it. `rows` maps a row's
+    number in its episode to the row."""
     cut = {place: (row.packed_length, len(row.position)) for place, row in rows.items()}
     planned = {place: size for place, size in enumerate(entry.rows) if size != (0, 0)}
     if cut != planned:
@@ -276,7 +277,8 @@ def _cut(
 def call_temperatures(episode: Episode, policy: str) -> Temperature:
     """Return the divisor of the logits of the episode's sampled units: one value, or one per segment.
 
-    It is 0 for a greedy call, whose units are context. Calls of other policies are context too."""
+    The divisor is 0 for a greedy call, whose units are context and not trained. Calls of other policies are
+    context too."""
     header = episode.header
     by_segment = {
         call.segment: call.sampling.temperature

@@ -78,7 +78,7 @@ def load_row_cost(model: Path) -> RowCost:
     """Return the row cost of the model in a Hugging Face directory.
 
     It is `TOKENS_ALONE` if config.json cannot be read or lacks a dimension. Rows are then distributed by
-    their lengths; nothing else depends on it."""
+    their lengths, and the FLOP utilization is not reported."""
     try:
         return row_cost(AutoConfig.from_pretrained(model, local_files_only=True))
     except (OSError, ValueError, AttributeError):
@@ -86,8 +86,8 @@ def load_row_cost(model: Path) -> RowCost:
 
 
 def row_cost(config: Any) -> RowCost:
-    """Return the row cost of a model with this transformers `config`; of a multimodal one, its text part
-    counts. Raises `AttributeError` if hidden size, layers, heads or vocabulary are missing."""
+    """Return the row cost of a model with this transformers `config`. In a multimodal model, only the text
+    part counts. Raises `AttributeError` if hidden size, layers, heads or vocabulary are missing."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
     head_size = _number(config, "head_dim") or hidden // heads

@@ -48,8 +48,8 @@ class BatchLoader:
         check: Callable[[], None] = lambda: None,
         route_bytes: int = 0,
     ) -> None:
-        """`check` is called in every round of a wait; its error ends the wait. If `route_bytes` is not 0,
-        routes are fetched too. It is their number of bytes per unit."""
+        """`check` is called in every round of a wait; its error ends the wait. `route_bytes` is the number of
+        bytes of routes per unit; if it is not 0, routes are fetched too."""
         self._buffer, self._policy, self._ranks = buffer, policy, ranks
         self._stopping, self._check, self._route_bytes = stopping, check, route_bytes
 

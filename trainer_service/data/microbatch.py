@@ -83,8 +83,8 @@ def plan_passes(
     """Distribute this rank's rows over forward passes of at most `budget` tokens. All ranks call it.
 
     All ranks have the same number of passes, at least one, with similar `cost`. On several ranks, the budget
-    is at least the longest row of any rank. With `groups` i64 [E], the groups of the batch's episodes, rows
-    of a group share their prefix."""
+    is at least the longest row of any rank. If `groups` i64 [E] has the group of each episode of the batch,
+    rows of a group share their prefix."""
     longest = max((row.packed_length for row in rows), default=0)
     if ranks.world > 1:
         # A longer row gets its own pass, and others wait for it: let their passes be as large.
@@ -179,9 +179,10 @@ def deal_episodes(
 
 
 def deal_rows(costs: Sequence[Sequence[int]], ranks: int, groups: Sequence[int] | None = None) -> list[Share]:
-    """Return the share of each rank. `costs` has the costs of each episode's rows; 0 for an untrained row.
+    """Return the share of each rank. `costs` has the costs of each episode's rows; an untrained row has cost
+    0.
 
-    `groups` [E] are the groups of the episodes. Without it every episode is its own group. Pieces are
+    `groups` [E] are the groups of the episodes. Without `groups`, every episode is its own group. Pieces are
     assigned in descending order of cost, each to the rank with the smallest load. A piece is a whole group if
     possible, because a prefix can be shared only on one rank. If a group would raise the rank above the ideal
     load, its episodes are assigned one by one. The ideal load is the larger of the ranks' mean and the

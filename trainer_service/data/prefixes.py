@@ -9,8 +9,8 @@ keeps its position within its row.
 
 The structure of a tree follows from the positions of its tokens alone. Token j precedes token i on some row
 if and only if j < i and all tokens after j, up to and including i, have larger positions than j. If one of
-them has not, the branch of j has ended before i. `branching_of` derives the structure for attention from this
-rule.
+them has a smaller or equal position, the branch of j has ended before i. `branching_of` derives the structure
+for attention from this rule.
 
 Rows share only identical token ids at identical positions, and only within a group. Hidden states depend on
 nothing else except replayed routes. So tokens are not shared if their routes differ, or if only one of them
@@ -54,7 +54,7 @@ class Tree:
 
     @property
     def n_tokens(self) -> int:
-        """Number of its tokens in a pack."""
+        """Number of the tree's tokens in a pack."""
         return sum(row.packed_length - row.shared for row in self.rows)
 
     @property
@@ -63,23 +63,24 @@ class Tree:
 
     @property
     def room(self) -> int:
-        """Size that counts against a budget of tokens."""
+        """Size of the tree for a budget of tokens (`_room`)."""
         return _room(self.n_tokens, self.n_units, sum(row.packed_length for row in self.rows))
 
 
 def _room(tokens: int, units: int, fed: int) -> int:
-    """Return the size of rows for a budget of tokens. `tokens` is their size in a pack, and `fed` is their
-    size without sharing.
+    """Return the size of rows for a budget of tokens. `tokens` is the rows' size in a pack, and `fed` is
+    their size without sharing.
 
-    Each unit has a hidden state, and a tree of equal rows has more units than tokens."""
+    The number of units counts too, because each unit has its own hidden state, and a tree of equal rows may
+    have more units than tokens."""
     return max(tokens, units, fed // SEEN_PER_TOKEN if tokens > DENSE_TOKENS else 0)
 
 
 def plant(
     rows: Sequence[TrainingRow], groups: NDArray[np.int64], budget: int, cost: RowCost = TOKENS_ALONE
 ) -> list[Tree]:
-    """Return the rows as trees of at most `budget` tokens and units each, or of one row. `groups` i64 [E] are
-    the groups of the batch's episodes.
+    """Return the rows as trees. Each tree either has at most `budget` tokens and units, or consists of one
+    row. `groups` i64 [E] are the groups of the batch's episodes.
 
     If a tree would be too large, the next tree repeats its prefix."""
     if not rows:
@@ -98,8 +99,8 @@ def plant(
 
 
 def _sorting(row: TrainingRow) -> bytes:
-    """Return a sort key that makes rows with common prefixes neighbours: each token's id after a hash of its
-    routes."""
+    """Return a sort key that makes rows with common prefixes neighbours. It joins the ids of all tokens, each
+    with a hash of its routes if it has any."""
     if row.routes is None:
         return row.fed.tobytes()
     fed = row.fed
@@ -144,8 +145,8 @@ def _routed_otherwise(rows: Sequence[TrainingRow], window: NDArray[np.int64]) ->
 def _worth_it(lengths: list[int], shared: list[int], cost: RowCost) -> list[int]:
     """Return how many shared tokens of neighbouring rows are packed once.
 
-    In a small tree, either all shared tokens or none are packed once, because its mask covers all pairs of
-    its tokens anyway. In a large tree, only long prefixes are."""
+    A small tree has one mask over all pairs of its tokens, so either all shared tokens are packed once, or
+    none. In a large tree, only long prefixes are packed once."""
     saved = sum(shared)
     tokens = sum(lengths) - saved
     if tokens > DENSE_TOKENS:
@@ -174,8 +175,8 @@ def _trees(rows: list[TrainingRow], shared: list[int], budget: int) -> list[Tree
 def places_of(
     rows: Sequence[TrainingRow], starts: NDArray[np.int64], *, before: int = 1
 ) -> NDArray[np.int64]:
-    """Return i64 [S]: for each unit of the rows, the place in the pack of the token before it, which predicts
-    it.
+    """Return i64 [S]: for each unit of the rows, the place in the pack of the previous token, which predicts
+    the unit.
 
     With `before` 0, return the place of the unit's own token instead. `starts` i64 [R] are the places of each
     row's first own token."""

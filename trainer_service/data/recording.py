@@ -79,8 +79,8 @@ def write_step(
 class Recording:
     """Recorded steps of a run. Raises `BatchError` if there are none.
 
-    Guarantee: each returned episode has exactly the bytes that the buffer stored (the codec's checksum), and
-    matches the step's manifest."""
+    Guarantee: each returned episode has exactly the bytes that the buffer stored (verified by the codec's
+    checksum), and matches the step's manifest."""
 
     def __init__(self, run_dir: Path) -> None:
         self._root = run_dir / "batches"

@@ -59,8 +59,8 @@ class RouterRule:
 
 
 def rule_of(logits: Tensor, weights: Tensor, experts: Tensor) -> RouterRule | None:
-    """Return the rule that gives these weights; None if no known rule does. If several rules agree, as with
-    one expert per token, any of them is correct."""
+    """Return the rule that gives these weights; None if no known rule does. Several rules may give these
+    weights, for example with one expert per token; any of them is correct then."""
     for score in ("softmax", "sigmoid"):
         for normalise in (False, True):
             rule = RouterRule(score, normalise)
@@ -122,8 +122,8 @@ def replayed(logits: Tensor, own: Tensor, routes: Tensor, rule: RouterRule) -> t
 
     The trainer's router gives `logits` [T, E] and would choose `own` i64 [T, K]. `routes` [T, K], of any
     integer type, are the engine's choices; -1 is none. A token without any route keeps its own experts. A
-    missing or repeated expert gets the weight 0, and the other weights are normalised. Experts are missing if
-    the engine masked one or dropped the token in that layer."""
+    missing or repeated expert gets the weight 0, and the other weights are normalised. An expert is missing
+    if the engine masked it, or if the engine dropped the token in that layer."""
     routes = routes.to(own.dtype)
     known = (routes >= 0).any(-1, keepdim=True)
     same = routes[:, :, None] == routes[:, None, :]

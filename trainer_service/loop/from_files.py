@@ -115,10 +115,12 @@ class FileTrainer:
             write_trained(self._run_dir, job, self._backend, self._ranks, files)
 
     def _refer(self, begun: int) -> bool:
-        """Compute the reference's numbers with the initial model. Returns False if asked to stop meanwhile.
+        """Compute the reference's sums of log-probs with the initial model. Returns False if asked to stop
+        meanwhile.
 
-        They cover all held-out examples and the examples of all steps from `begun` on. The examples are
-        batched as in the first pass over the file, so that a restarted trainer computes the same numbers."""
+        The numbers are computed for all held-out examples and for the examples of all steps from `begun` on.
+        The examples are batched as in the first pass over the file, so that a restarted trainer computes the
+        same numbers."""
         needed: set[int] = set()
         for indices in itertools.islice(self._batches(), begun, self._job.trainer.steps):
             needed.update(indices)
@@ -148,8 +150,8 @@ class FileTrainer:
         self._states.leave(place, TrainerState(step, 0, self._backend.updates, self._backend.save))
 
     def measure(self) -> dict[str, float]:
-        """Return `held_out_loss`, `accuracy` and `margin` of the held-out examples, as far as they are
-        defined. The result is empty without a held-out file."""
+        """Return `held_out_loss`, `accuracy` and `margin` of the held-out examples, without figures that the
+        loss does not define. The result is empty without a held-out file."""
         if not self._held_out:
             return {}
         with busy("evaluate"):

@@ -1,7 +1,7 @@
 """Training on one batch, as done by one rank: the plan, the rows, and the checks before the first gradient.
 
-The learner has no access to the buffer and does not publish weights. So a job and the replay of a recorded
-batch use the same code.
+The learner has no access to the buffer and does not publish weights. Therefore the same code trains a job's
+batches and replays a recorded batch.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from trainer_service.teacher import TeacherServers
 
 OBJECTIVE_FILE = "objective.json"
-"""Checkpoint file with the values that an objective adapts between steps. It is missing if none are
-adapted."""
+"""Checkpoint file with the values that an objective adapts between steps. The file does not exist if no value
+is adapted."""
 KL_COEFFICIENT = "kl_coefficient"
 PASSES = 3  # A backward pass has twice the matrix products of the forward pass before it
 
@@ -152,8 +152,9 @@ class Learner:
         id.
 
         `epoch` is the trainer's epoch. `same_as` lists earlier epochs that published the starting version
-        with equal weights. `more` has `sampled` and `on_fault` of `StepInputs`. Raises `BatchError`,
-        `StalenessViolation` or `DivergenceError`. Raises `SelfCheckError` before any gradient."""
+        with equal weights. `more` has the fields `sampled` and `on_fault` of `StepInputs`. Raises
+        `BatchError`, `StalenessViolation` or `DivergenceError`. Raises `SelfCheckError` before any
+        gradient."""
         with busy("train"):
             step, eta = batch.step, self._job.buffer.max_staleness
             place, routes = self._backend.place, routes or {}

@@ -1,8 +1,8 @@
 """Training loop for reinforcement learning: batches in, versions out.
 
 Step s starts from version s. The trainer takes the batch of s, checks every unit's staleness again, trains,
-publishes snapshot s + 1 and commits s. The order matters: a committed step is always published already, so
-admission never counts on a version that does not exist.
+publishes snapshot s + 1 and commits s. The order matters: the version of a committed step is always published
+already. So when the buffer admits samples, it never counts on a version that does not exist.
 
 A step waits only until its weights and its state are copied into host memory. Threads do the rest while the
 next step trains:
@@ -12,14 +12,14 @@ next step trains:
 - The state is written to disk every `checkpoint.every_steps` and after the last step. The buffer's ledger is
   exported directly after the step's commit and written with the state. Only when both are on disk may the
   buffer free the bytes of trained episodes (`checkpoint.py`).
-- More often, the state is only written to shared memory. A trainer resumes from there if only its process has
-  died (`saved_states.py`).
+- At shorter intervals, the state is written to shared memory only. A trainer resumes from there if only its
+  process has died (`saved_states.py`).
 
 An error in any of these threads ends the trainer.
 
 Guarantees:
 
-- `staleness_is_bounded`: a unit with a staleness above η ends the trainer, on every rank.
+- `staleness_is_bounded`: a unit with a staleness above the job's limit ends the trainer, on every rank.
 - The engine's log-probs are checked before the first gradient (`checks/logprobs.py`).
 - Each step is one publication.
 - Time for waiting and time for computing are measured separately.
@@ -155,7 +155,7 @@ class RlTrainer:
 
         `ready` is called once snapshots are served. `restored` is the checkpoint to resume from: `run` loads
         its state and sends its ledger to the buffer. `left` is a later state in memory. The trainer resumes
-        from `left` instead if the buffer still has the batches after it."""
+        from `left` instead if the buffer still has the batches that follow that state."""
         step = self._open(name, restored, left)
         self._backend.prepare_save()
         if self._publisher is not None:
@@ -312,8 +312,8 @@ class RlTrainer:
         )
 
     def _keep_faulty(self, batch: Batch, blobs: FetchedBytes) -> str:
-        """Record the batch of a faulty step, if it is one of the first. Returns a sentence with the folder
-        for the error message, or an empty string if the step is not recorded."""
+        """Record the batch of a faulty step, if this is one of the first faulty steps. Returns a sentence
+        with the folder for the error message, or an empty string if the step is not recorded."""
         if batch.step not in self._faulty:
             if len(self._faulty) >= FAULTY_STEPS and not self._job.trainer.record_batches:
                 return ""
@@ -414,7 +414,8 @@ class RlTrainer:
         board.figures = lambda: ServiceFigures(version)
 
     def _durable(self, step: int) -> None:
-        """Tell the buffer that the checkpoint has its final name, so that it may free the bytes before it."""
+        """Tell the buffer that the checkpoint of `step` has its final name, so that the buffer may free the
+        bytes of earlier batches."""
         self._note("saved", step=step)
         failpoint("trainer.after_checkpoint")
         self._buffer.call(Checkpointed(self._policy, self._epoch, step))
@@ -444,8 +445,8 @@ class RlTrainer:
         return served
 
     def _wait_for_others(self) -> bool:
-        """Serve the last weights until the other policies are trained, and are evaluated with these weights.
-        Returns False if asked to stop earlier."""
+        """Serve the last weights until the other policies are trained, and their evaluations, which use these
+        weights, are done. Returns False if asked to stop earlier."""
         trained = not self._ranks.first or self._served_until(self._others_are_done)
         return trained and self._served_until(self._last_is_evaluated, FINAL_EVALUATION_S)
 

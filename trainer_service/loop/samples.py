@@ -28,7 +28,7 @@ from trainer_service.loop.step import StepPlan
 TASKS_S = 10.0  # Longest wait for the ground truths
 
 ByUnit = Mapping[int, Mapping[int, float]]
-"""Values of units, by the episode's index and the unit's number in it."""
+"""Values of units, by the episode's index and the unit's number in the episode."""
 
 log = get_logger("trainer")
 

@@ -53,7 +53,7 @@ class SequenceTrainer:
 
     def sums(self, rows: Sequence[TrainingRow], groups: NDArray[np.int64]) -> Tensor:
         """Return f64 [N]: sum of the loss's column over the units of each row. Rows with equal `groups` i64
-        [N] are of one example."""
+        [N] belong to one example."""
         return self._sums(self._packed(rows, groups), len(rows))
 
     def wrong(self, rows: Sequence[TrainingRow]) -> tuple[Tensor, Tensor]:
@@ -65,8 +65,8 @@ class SequenceTrainer:
         return sums, wrong
 
     def given(self, lessons: Sequence[Lesson], refs: Sequence[Sequence[float]] | None) -> Sequences:
-        """Return the sequences of lessons, with `s` still 0. `refs` has the reference's sums for each
-        lesson's `evaluated` rows."""
+        """Return the sequences of lessons, with `s` set to 0 for now. `refs` has the reference's sums for
+        each lesson's `evaluated` rows."""
         n = len(lessons[0].rows)
         known = [ref[:n] for ref in refs] if refs is not None else [[0.0] * n] * len(lessons)
         rows = [row for lesson in lessons for row in lesson.rows]
@@ -82,7 +82,7 @@ class SequenceTrainer:
     def train(
         self, lessons: Sequence[Lesson], names: Sequence[str], refs: Sequence[Sequence[float]] | None = None
     ) -> SequenceStep:
-        """Make one update on `lessons`, which error messages call by `names`.
+        """Make one update on `lessons`. `names` has the names of the lessons for error messages.
 
         Raises `DivergenceError` on every rank, before the update, if the loss or a number of a sequence is
         not finite."""

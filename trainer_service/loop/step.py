@@ -70,8 +70,8 @@ SOURCES = {
     "teacher": (TEACHER, "logp"),
     "process": (PROCESS, "logp"),
 }
-"""Column that needs a forward pass → the model that computes it, and the name of the column in that model's
-output."""
+"""Column that needs a forward pass → the model that computes the column, and the column's name in that
+model's output."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,8 @@ class StepResult:
     """Figures of `algorithms.critic.ValueStatistics`; empty if no critic is trained. A separate critic adds
     its largest gradient norm."""
     process: dict[str, float] = field(default_factory=dict)
-    """`loss`, `accuracy` and `grad_norm` of a process reward model, before its update; empty without a
-    model."""
+    """`loss`, `accuracy` and `grad_norm` of a process reward model, before its update; empty if there is no
+    such model."""
     advantages: dict[int, dict[int, float]] = field(default_factory=dict)
     """Advantages of the units that this rank trained, for episodes in `StepInputs.sampled`. The keys are the
     episode's index and the unit's number in the episode."""
@@ -366,7 +366,7 @@ class _Step:
         return False
 
     def _check_advantages(self) -> None:
-        """Raise `NotFinite` if an advantage is not finite, with the column that caused it."""
+        """Raise `NotFinite` if an advantage is not finite. The error names the column that caused this."""
         units, names, objective = self._units, self._inputs.names, self._objective
 
         def faulty(column: str) -> list[int]:
@@ -404,8 +404,8 @@ class _Step:
 
     @contextmanager
     def _left_out(self, number: int) -> Iterator[None]:
-        """Context that skips the update of minibatch `number` if its block raises `NotFinite`. Raises the
-        error again if the job must stop in that case."""
+        """Context manager that skips the update of minibatch `number` if the `with` block raises `NotFinite`.
+        Raises the error again if the job must stop in that case."""
         try:
             yield
             return

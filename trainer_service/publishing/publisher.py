@@ -5,10 +5,10 @@ Promises:
   receiver is told of the snapshot before that. `writing.py` describes which part of the work the trainer
   waits for.
 - A separate thread serves receivers, so receivers and training steps do not delay each other.
-- The full snapshot is announced at once. If a delta is still being made, only receivers that can use it wait
-  for it.
-- `retention.py` bounds the number of snapshots. Files of old snapshots are filled again after their last
-  reader has finished.
+- The full snapshot is announced at once. If a delta is still being made, only receivers that can use the
+  delta wait for it.
+- `retention.py` bounds the number of snapshots. The files of an old snapshot are reused for a new one after
+  the last reader has finished.
 - `close` leaves no thread, no socket and no file.
 
 Any one thread except the publisher's own may call all methods. In a trainer of several ranks, each other rank
@@ -95,7 +95,7 @@ class Publisher(PieceWriter):
         self._written: dict[VersionTag, SnapshotInfo] = {}
         self._retired: list[Path] = []
         """Folders without readers, to be removed in the background, because removing gigabytes takes a while
-        and no step may wait for it."""
+        and no step may wait for that."""
         self._acks: deque[AckSnapshot] = deque(maxlen=MAX_ACKS)
         self._finished = False
         self._closing = False
@@ -120,7 +120,7 @@ class Publisher(PieceWriter):
         self._thread, self.endpoint = thread, self._server.endpoint
 
     def begin(self, tag: VersionTag, pieces: Iterable[TensorPiece], **how: bool) -> Publication:
-        """Publish as `PieceWriter.begin` does. `start` must come first."""
+        """Publish as `PieceWriter.begin` does. `start` must be called before."""
         if self._channel.takes_tensors:
             pieces = [*pieces]
             # Receivers may request the tensors as soon as the snapshot is announced.
@@ -224,8 +224,8 @@ class Publisher(PieceWriter):
         return written
 
     def _make_room(self) -> None:
-        """Retire snapshots that are not needed, but keep as many of their model files as the next snapshots
-        will fill."""
+        """Retire snapshots that are not needed. Their model files are kept for reuse, as many as the next
+        snapshots will fill, and the rest are removed."""
         if self._taken is not None:  # left by a publication that failed
             spare_file(self._root, self._taken).unlink(missing_ok=True)
             self._taken = None
@@ -247,7 +247,8 @@ class Publisher(PieceWriter):
             self._retired.pop()
 
     def _delta_done(self, base: VersionTag, new: VersionTag) -> None:
-        """Announce the delta if there is one. The thread that makes deltas calls this under the lock."""
+        """Announce the delta that was just made, if there is one. The thread that makes deltas calls this
+        under the lock."""
         self._kept.release(base, new)
         if (offer := self.deltas.get(new, base)) is not None:
             self._channel.add(Path(offer.path), offer.manifest_hash)

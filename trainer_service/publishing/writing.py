@@ -55,7 +55,7 @@ class Lead(Protocol):
     """The decisions and actions for which rank 0 alone is responsible."""
 
     def offer_files(self) -> FilePool:
-        """Return the files to prepare. It is called at the start, and whenever a snapshot was announced."""
+        """Return the files to prepare. Called at the start, and whenever a snapshot was announced."""
 
     def take_file(self, tag: VersionTag) -> FilePool:
         """Return the updated pool. The first ready file is filled with `tag`.
@@ -155,9 +155,9 @@ class PieceWriter:
         """Copy this rank's pieces and start to publish them, with the pieces of other ranks, as `tag`.
 
         The pieces may change as soon as this method returns. `evaluate` pins the snapshot until an evaluator
-        has acknowledged it. `final` marks the last snapshot. Only rank 0's values of both count. Raises
-        `SnapshotError`, on all ranks alike, if `tag` is not newer than the last tag. The result raises all
-        other errors.
+        has acknowledged it. `final` marks the last snapshot. Only rank 0's values of `evaluate` and `final`
+        count. Raises `SnapshotError`, on all ranks alike, if `tag` is not newer than the last tag. The result
+        raises all other errors.
         """
         self._wait_for_last()
         layout = self._layout
@@ -236,8 +236,8 @@ class PieceWriter:
         return said.info
 
     def _hear(self, of: Callable[[Lead], _Said]) -> _Said:
-        """Return on all ranks what rank 0's lead returns. If the lead fails, raises `SnapshotError` on all
-        ranks."""
+        """Return on all ranks the result of a call of rank 0's lead. If the call fails, raises
+        `SnapshotError` on all ranks."""
         said: _Said | None = None
         if (lead := self._lead) is not None:
             said, problem = _try(lambda: of(lead))
@@ -275,7 +275,7 @@ def write_tensors(
 ) -> None:
     """Write the safetensors file `path` on rank 0's host. Each rank writes its own pieces.
 
-    Nothing is hashed. The file is durable after the caller has synced it. All ranks make the same call. The
+    Nothing is hashed. The caller must sync the file to make it durable. All ranks make the same call. The
     folder must exist on rank 0's host. `pieces` is called twice. Raises `SnapshotError` for pieces that
     cannot be stored. Raises `OSError`, on all ranks, if the file cannot be written.
     """

@@ -1,7 +1,8 @@
 """Known GPUs: memory, peak bf16 rate and bandwidth, from the vendors' data sheets.
 
-Memory is the driver's figure in MiB before anything runs. It is smaller than the name suggests if a part of
-the memory stores error-correcting codes. Rates are for dense bf16 products with fp32 sums, without sparsity.
+Memory is the driver's figure in MiB before anything runs. This figure is smaller than the GPU's name suggests
+if a part of the memory stores error-correcting codes. Rates are for dense bf16 products with fp32 sums,
+without sparsity.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def gpu_named(name: str) -> Gpu | None:
 
 
 def gpu_of_device(name: str, memory_bytes: int) -> Gpu:
-    """Return the GPU of a device with the driver's name, such as `NVIDIA A100-SXM4-80GB`, and its own memory.
-    An unknown name has no rates."""
+    """Return the GPU of a device from the name that the driver reports, such as `NVIDIA A100-SXM4-80GB`, with
+    the memory of the device. An unknown name has no rates."""
     found = _plain(name)
     similar = [gpu for gpu in GPUS if all(_plain(word) in found for word in gpu.name.split("-"))]
     known = max(similar, key=lambda gpu: len(gpu.name), default=Gpu(name, memory_bytes))

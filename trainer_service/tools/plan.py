@@ -1,8 +1,8 @@
 """`areal-async plan`: the memory that a job's trainer needs on each rank, and the micro-batches that fit.
 
-It reads the job file, the model's `config.json` and the headers of its safetensors files, but no weights. If
-there are no safetensors files, transformers computes the shapes of tensors. Otherwise torch is imported only
-to find a visible GPU.
+The command reads the job file, the model's `config.json` and the headers of its safetensors files, but no
+weights. If there are no safetensors files, transformers computes the shapes of tensors. Otherwise torch is
+imported only to find a visible GPU.
 """
 
 from __future__ import annotations

@@ -56,29 +56,31 @@ class JudgeArguments(Section):
     model: str = Field(min_length=1)
     """Name of the model at the server."""
     template: Annotated[str, AfterValidator(check_template)] = TEMPLATE
-    """The question to the judge. `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{ability}` and
-    `{extra_info.NAME}` are replaced, and other braces stay. Without `parse`, a sentence about the form of the
-    grade is appended."""
+    """The question to the judge. The placeholders `{prompt}`, `{response}`, `{ground_truth}`,
+    `{data_source}`, `{ability}` and `{extra_info.NAME}` are replaced, and other braces stay. Without `parse`,
+    a sentence about the form of the grade is appended."""
     quote: Literal["tags", "json", "none"] = "tags"
-    """Form of the response in the question. `tags`: the response is between tags whose name it cannot
-    contain, with a sentence that tells the judge not to obey it. `json`: the response is one JSON text.
-    `none`: the response has no marks, so it may imitate a part of the template."""
+    """Form of the response in the question. `tags`: the response is between tags with a name that the
+    response cannot contain, and a sentence tells the judge not to obey the response. `json`: the response is
+    one JSON text. `none`: the response has no marks, so it may imitate a part of the template."""
     system: str = ""
     """System message of a chat, filled in like `template`. If it is empty, there is no system message."""
     parse: Annotated[str, AfterValidator(_pattern)] = ""
-    """Regular expression that must match the whole last line of the reply. The grade is the text of its
-    group, or the whole line if it has no group. If `parse` is empty and the servers accept a schema
-    (`response_format`), the grade is a field of a JSON reply. If they accept none, the last line must be
-    `Grade: <grade>`. The rest of the reply is ignored, but a reply with a second such line has no grade."""
+    """Regular expression that must match the whole last line of the reply. The grade is the text of the
+    expression's group, or the whole line if the expression has no group. If `parse` is empty and the servers
+    accept a schema (`response_format`), the grade is a field of a JSON reply. If the servers accept no
+    schema, the last line must be `Grade: <grade>`. The rest of the reply is ignored, but a reply with two
+    lines of this form has no grade."""
     scale: Annotated[tuple[float, float], AfterValidator(_scale)] = (0.0, 10.0)
-    """The grades that correspond to the rewards 0 and 1. Grades between them are converted in proportion, and
-    other grades are invalid. The first grade may be the larger one."""
+    """The grades that correspond to the rewards 0 and 1. Grades between these two are converted in
+    proportion, and other grades are invalid. The first grade may be the larger one."""
     grades: dict[str, float] = Field(default_factory=dict)
     """Reward for each word that may be the grade, such as `{yes: 1, no: 0}`, instead of `scale`. Case does
     not matter."""
     votes: int = Field(default=1, ge=1, le=64)
     """Requests for each response. More than half of them must return a grade. Otherwise the episode has no
-    score, or the score `reward.on_fault.score` if the judge can grade another answer to the same task."""
+    score. But if the judge grades a neutral answer to the same task, the episode gets the score
+    `reward.on_fault.score`."""
     aggregate: Literal["mean", "majority", "median"] = "mean"
     """Rule that combines several votes into one reward."""
     temperature: float = Field(default=0.0, ge=0)
@@ -90,7 +92,7 @@ class JudgeArguments(Section):
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """Further fields of the request. A field set to null is left out."""
     max_in_flight: int = Field(default=16, ge=1, le=65_536)
-    """Most requests in flight."""
+    """Largest number of requests in flight."""
     retries: int = Field(default=4, ge=0, le=1000)
     """Retries of a request after status 408, 409, 425, 429, 500 or above, or a broken connection, within
     `reward.timeout_s`."""
@@ -112,6 +114,6 @@ class JudgeReward(BackendReward):
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
-        """Return the time of a second request. After a reply without a grade, the judge is asked to grade a
-        neutral answer, which shows whether the answer or the judge is at fault."""
+        """Return the time for a second request. After a reply without a grade, the judge is asked to grade a
+        neutral answer. The result shows whether the response or the judge is at fault."""
         return timeout_s

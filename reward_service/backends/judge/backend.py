@@ -2,9 +2,9 @@
 
 Promises:
 - Every call gets its verdicts exactly once, within `timeout_s` of the start of its last request.
-- An answer that gets no grade takes up to the same time again, because the judge is then asked to grade a
-  neutral answer to the same task. If it does, the first answer is at fault. Otherwise the verdict is a
-  `Failure` of the infrastructure.
+- The call of an answer that gets no grade takes up to the same time again, because the judge is then asked to
+  grade a neutral answer to the same task. If the neutral answer gets a grade, the first answer is at fault.
+  Otherwise the verdict is a `Failure` of the infrastructure.
 - At most `max_in_flight` requests are in flight. The queue of calls and the length of a reply are bounded.
 """
 
@@ -50,8 +50,8 @@ LIMITS = ClientLimits(
     most_bytes=4 << 20, connect_s=10.0, keepalive_s=2.0
 )  # servers close their connections after 5 s
 GREETING = "1 + 1 ="
-"""Request at the start that shows whether a server answers. The length of its reply is not limited, because
-some servers refuse a limit."""
+"""Request at the start that shows whether a server answers. The request sets no limit for the length of the
+reply, because some servers refuse such a limit."""
 
 Vote = float | Failure | Timeout
 
@@ -228,7 +228,7 @@ class Judge(QueuedBackend):
                 return Failure(told.kind, f"{told} (until the deadline of {self._timeout_s:g} s)")
 
     async def _take(self) -> ServerState:
-        """Return a server for one request. Waits while all servers rest after failures."""
+        """Return a server for one request. Waits while all servers rest after failures (`ServerState`)."""
         while True:
             choice = choose(self._servers, time.monotonic())
             if isinstance(choice, ServerState):

@@ -69,8 +69,8 @@ async def ask(http: HttpClient, url: str, body: bytes) -> JudgeReply:
 def choice_of(url: str, content: bytes) -> JudgeReply:
     """Return the first choice of a body with status 200. Raises `Trouble`.
 
-    The trouble passes if the body is not a completion or the generation was aborted. Such failures are the
-    server's, because no answer can cause them.
+    The error has `passes` if the body is not a completion or the generation was aborted. Such failures are
+    the server's fault, because no answer can cause them.
     """
     try:
         found = json.loads(content)  # msgspec refuses half a surrogate pair, which a judge may quote
@@ -205,9 +205,10 @@ def verdict_of(
 ) -> Verdict:
     """Return the verdict that follows from `votes` and from the reasons of the `lost` votes.
 
-    With fewer votes than `needed`, it is the verdict for a lost vote: for a vote lost by a broken server if
-    there is one, otherwise for a reply without a grade. A tie of a majority vote is an `Abstain`. With
-    several votes, the score has their number and their spread as components.
+    With fewer votes than `needed`, the result is the verdict for a lost vote. If a broken server lost a vote,
+    this is the verdict for that vote. Otherwise it is the verdict for a reply without a grade. A tie of a
+    majority vote is an `Abstain`. With several votes, the score has the number and the spread of the votes as
+    components.
     """
     asked = len(votes) + len(lost)
     if len(votes) < needed:

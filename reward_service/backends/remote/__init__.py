@@ -39,16 +39,16 @@ class RemoteArguments(Section):
     """Required version of the reward. A server with another version is not used. If it is empty, any version
     is accepted."""
     max_in_flight: int = Field(default=256, ge=1, le=65_536)
-    """Most requests in flight at one server, each with one episode or group. The server may set a lower
-    limit."""
+    """Largest number of requests in flight at one server, each with one episode or group. The server may set
+    a lower limit."""
     retries: int = Field(default=3, ge=0, le=1000)
-    """Retries of a call that a server lost by a crash or an internal error. After that its verdict is an
-    error. Retries after the refusal `busy` do not count."""
+    """Retries of a call that a server lost by a crash or an internal error. If the last retry fails too, the
+    verdict of the call is an error. Retries after the refusal `busy` do not count."""
     connect_s: float = Field(default=60.0, gt=0)
     """Seconds that the start waits for a first server to answer."""
     outage_s: float = Field(default=120.0, gt=0)
-    """Seconds for which calls wait while no server answers. After that their verdict is an error of the kind
-    `unreachable`."""
+    """Seconds for which calls wait while no server answers. Then the verdict of these calls is an error of
+    the kind `unreachable`."""
     token_env: str = ""
     """Environment variable with the token."""
     token_file: Path | None = None
@@ -68,8 +68,8 @@ class RemoteArguments(Section):
         return self
 
     def token(self) -> str:
-        """Return the token, or an empty text if none is configured. If the token of a field is missing,
-        raises `ValueError` with the field."""
+        """Return the token, or an empty text if none is configured. Raises `ValueError` with the field if a
+        field names a token that is missing."""
         if self.token_env:
             found = os.environ.get(self.token_env, "")
             if not found:

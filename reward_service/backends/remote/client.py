@@ -6,8 +6,8 @@ Promises:
   the reward's deadline, plus `ANSWER_GRACE_S` for the answer to arrive.
 - The death of a server loses no call. Its calls go to another server. If no server answers, they wait at most
   `outage_s` for one to return.
-- A call to which servers repeatedly reply with a broken answer, a refusal or nothing gets an error with the
-  reason. The answer to be scored counts as at fault only if the server would accept the same task with
+- If servers repeatedly reply to a call with a broken answer, a refusal or nothing, the verdict is an error
+  with the reason. The model's answer counts as at fault only if the server would accept the same task with
   another answer.
 
 If the reply to a call was lost, the call may be scored twice. Only one verdict counts.

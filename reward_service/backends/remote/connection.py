@@ -2,7 +2,7 @@
 
 `RemoteServer.keep` runs for the life of the client. It checks the server every `LOOK_S`, or with growing
 pauses after the server was lost. It also keeps checking an unusable server (another protocol, another reward,
-a wrong token), because a correct one may replace it.
+a wrong token), because a usable server may be started at the same address.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ TOLERATED = 2  # tolerated consecutive failures of a server
 class RemoteError(ArealError):
     """A request to a server failed.
 
-    `kind` is the kind of its refusal, or one of these:
+    `kind` is the kind of the server's refusal, or one of these:
     - `gone`: the server is not reachable, or was lost during the request, so the request may have run.
     - `late`: the connection is intact, but no answer came in time.
     - `broken`: the answer violates the protocol, or the server offers another reward than the wanted one.

@@ -45,7 +45,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
     max_inputs: int = 64
     max_body_bytes: int = 32 << 20
     max_in_flight: int = 8
-    """Most requests of one client in flight."""
+    """Largest number of requests of one client in flight."""
 
 
 class RewardInfo(msgspec.Struct, frozen=True):
@@ -71,8 +71,8 @@ class Info(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """Answer to `health`. The load counts inputs of all clients together. If it and the capacity are 0, the
-    load is unknown."""
+    """Answer to `health`. The load counts inputs of all clients together. If load and capacity are both 0,
+    the load is unknown."""
 
     status: Status = "ready"
     in_flight: int = 0
@@ -94,7 +94,8 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     reward: str
     timeout_ms: int
-    """Longest time to score one input, from its start. After that its verdict is a `timeout`."""
+    """Longest time to score one input, from its start. An input that takes longer gets the verdict
+    `timeout`."""
     deadline_ms: int
     """Time until the answer, from the arrival of the request. An input that has not begun by then gets an
     `error` of the kind `NOT_RUN`, and the client sends it again."""

@@ -39,20 +39,20 @@ class RewardModelArguments(Section):
     `{extra_info.NAME}` are replaced. `chat`: the chat template of the model's own tokenizer, with the prompt
     as the user's message and the response as the assistant's."""
     label: str | int | None = None
-    """Name or index of the class that is the reward, if the model has several. Its value is then a
-    probability."""
+    """Name or index of the class whose probability is the reward, if the model has several classes."""
     activation: Literal["none", "sigmoid"] = "none"
     """Function that is applied to the output of a model with one output."""
     max_batch: int = Field(default=32, ge=1, le=65_536)
-    """Most texts in one batch."""
+    """Largest number of texts in one batch."""
     max_batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens in one batch, including padding. A single longer text is a batch of its own."""
+    """Largest number of tokens in one batch, including padding. A single longer text is a batch of its
+    own."""
     max_tokens: int = Field(default=4096, ge=1)
     """Longest text in tokens of the reward model, limited by the model's own maximum."""
     on_long: Literal["fail", "cut"] = "fail"
-    """Action on a longer text. With `fail`, the answer gets `reward.on_fault.score` (0 by default), or no
-    score if the task alone is too long. With `cut`, the model reads only the end of the text, and the score
-    has the component `cut_tokens`."""
+    """Action on a text that is longer than `max_tokens`. With `fail`, the answer gets `reward.on_fault.score`
+    (0 by default), or no score if the task alone is too long. With `cut`, the model reads only the end of the
+    text, and the score has the component `cut_tokens`."""
     device: Annotated[str, AfterValidator(_is_a_device)] = "auto"
     """`auto`: a GPU if there is one, else the CPU. Other values: `cpu`, `cuda` or `cuda:N`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -1,8 +1,9 @@
 """The reward `reward_model`: a sequence-classification model in a pool of one worker.
 
-It has the promises of the pool: every call gets its verdict exactly once. Up to `max_batch` waiting texts are
-computed together. If a batch passes the deadline or its process dies, its texts are computed again one by
-one. Only a text that fails again gets no score. If the process has died, the model is loaded again first.
+The backend keeps the promises of the pool: every call gets its verdict exactly once. Up to `max_batch`
+waiting texts are computed together. If a batch passes the deadline or its process dies, its texts are
+computed again one by one. Only a text that fails again gets no score. If the process has died, the model is
+loaded again before these texts are computed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class RewardModel(WorkerPool):
 
     @property
     def call_seconds(self) -> float:
-        """Return the recent mean duration of a batch. Each of its texts takes the same time."""
+        """Return the recent mean duration of a batch, in seconds. Every text of a batch takes as long as the
+        batch."""
         return super().call_seconds * self.capacity
 
     async def submit(

@@ -1,9 +1,9 @@
 """The function of the reward `reward_model`: it loads a model and scores batches of texts in a pool's worker.
 
-Promises: each text gets one verdict. A text that cannot be scored does not affect the rest of its batch. Its
-answer is at fault if a neutral answer to the same task can be scored. Except for rounding, the score of a
-text does not depend on its batch. No pickle is loaded, and no code from the model's folder is executed. If
-the device no longer computes, the process ends.
+Promises: each text gets one verdict. A text that cannot be scored does not affect the rest of its batch. In
+that case, the answer is at fault if a neutral answer to the same task can be scored. Except for rounding, the
+score of a text does not depend on its batch. No pickle is loaded, and no code from the model's folder is
+executed. If the GPU has stopped working, the process ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from reward_service.checking import describe
 from reward_service.sdk import RewardInput, RewardLoadError
 
 NEUTRAL = "1"
-"""An answer that any reward model can score. An empty answer may have no token."""
+"""An answer that any reward model can score. It is not empty, because an empty answer may have no token."""
 MOST_COMPONENTS = 64
 """If the model has at most this many classes, their probabilities become components of the score."""
 

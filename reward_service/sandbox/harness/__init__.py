@@ -5,10 +5,10 @@
     plain.py       beside both: plain data and its encoding, the messages of the link
 
 Only plain data crosses the link. From each message of the program, the examiner creates a new value of a
-built-in Python type. The operations of the tests (`==`, `<`, `in`, `len`, truth) act on that value, not on
-the object of the program. With its end of the link, the program can return data, raise one of Python's
-exceptions, call functions of the tests, or break the link. After a break, every further test fails. The code
-and the expected values of the tests are never on the program's side.
+built-in Python type. The operations of the tests (`==`, `<`, `in`, `len`, use as a condition) act on that
+value, not on the object of the program. With its end of the link, the program can return data, raise one of
+Python's exceptions, call functions of the tests, or break the link. After a break, every further test fails.
+The code and the expected values of the tests are never on the program's side.
 
 The modules are copied into the jails as files, so they import each other relatively. They use little of the
 standard library, so that the two interpreters for each tested program start quickly.
@@ -27,8 +27,8 @@ from harness import {side}
 sys.path.remove(os.getcwd())
 {side}.main()
 """
-"""Code that one side's interpreter runs first. After it, nothing more is imported from the folder of the
-run."""
+"""Code that one side's interpreter runs first. After this code, nothing more is imported from the folder of
+the run."""
 
 
 @functools.cache

@@ -139,8 +139,8 @@ class Callback:
 
 
 def raised(error: BaseException) -> dict[str, Any]:
-    """Return the nearest base class among Python's own exceptions, because the examiner's side has no
-    others."""
+    """Return the nearest base class among Python's own exceptions, because no other exceptions exist on the
+    examiner's side."""
     kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
     try:
         arguments = encode(list(error.args), lambda _, __: None)

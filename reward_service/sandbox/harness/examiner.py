@@ -36,7 +36,7 @@ VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 IN_PLACE = "__in_place__"
 """Name of the function that marks a call that forms a statement of its own: `__in_place__(f)(x)`."""
 FOR_ITERATION = (StopIteration, StopAsyncIteration, GeneratorExit)
-"""Exceptions that would end a loop of the tests early instead of failing it."""
+"""Exceptions that would silently end a loop of the tests early instead of making the test fail."""
 
 
 class Spoiled(BaseException):
@@ -248,7 +248,7 @@ def same_result(got: Any, expected: Any, tolerance: float, *, wrapped: bool) -> 
     """Return whether the plain value `got` is the expected result.
 
     Lazy values (an iterator, the keys of a dictionary) are compared as lists. `wrapped` means that the data
-    set puts every result into a list of its own. A program may return the result without that list.
+    set wraps every result in a list with one item. A program may return the result without that list.
     """
     if hasattr(type(got), "__next__") or isinstance(got, VIEWS):
         got = list(got)

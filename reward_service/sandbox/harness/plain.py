@@ -47,8 +47,8 @@ def encode(value: Any, refer: Callable[[Any, bool], Any], depth: int = 0) -> Any
 
     `refer(value, last)` returns the encoding of a reference to the value, or None. It is called for every
     value whose class is not one of Python's common plain types, before the content of the value is read. If
-    it returns None and the value turns out not to be plain data, it is called again with `last`. If the
-    result is None again, `Unplain` is raised.
+    `refer` returns None and the value turns out not to be plain data, `refer` is called again with `last`. If
+    it returns None again, `Unplain` is raised.
     """
     kind = type(value)
     if kind in SCALARS and (kind is not int or int.bit_length(value) < DIGITS_BITS):
@@ -126,7 +126,8 @@ def drained(iterator: Iterator[Any]) -> list[Any]:
 
 
 def _of(module: str, name: str) -> Any:
-    """Return a type of a module if the module is loaded. If it is not, the type has no instances."""
+    """Return a type of a module, or `()` if the module is not loaded, because no instance of the type exists
+    then."""
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -243,8 +244,8 @@ class HarnessLink:
 def installed_packages() -> list[str]:
     """Return the folders with packages: the folder of the sandbox and the interpreter's own folders.
 
-    This is necessary because the harness starts interpreters without `site`, which would run code in these
-    folders.
+    The harness needs them, because it starts interpreters without `site`, which normally finds these folders
+    but would also run code in them.
     """
     named = os.environ.get("PYTHONPATH", "").split(":")
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"

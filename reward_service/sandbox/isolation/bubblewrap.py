@@ -20,7 +20,8 @@ DEVICE_LINKS = {
 def arguments(request: dict[str, Any], filter_fd: int) -> list[str]:
     """Return the command line of `bwrap`, up to the program that becomes process 1.
 
-    `filter_fd` has the compiled filter of system calls, which applies to process 1 and all its descendants.
+    `filter_fd` is the descriptor of the compiled filter of system calls, which applies to process 1 and all
+    its descendants.
     """
     words = [request["bwrap"], "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1"]
     words += ["--uid", INNER_UID, "--gid", INNER_UID, "--cap-drop", "ALL", "--seccomp", str(filter_fd)]

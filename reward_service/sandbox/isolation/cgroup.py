@@ -1,8 +1,8 @@
 """A memory control group for one launcher and its jails. No process in the group can exceed its limit.
 
-The launcher enters the group once, at its start, so that jails begin inside the group, because moving a
-process into it later takes as long as making a jail. Whether groups are available is tested only by making
-one and entering it.
+The launcher enters the group once, at its start, so that its jails begin inside the group. Moving a process
+into the group later would take as long as making a jail. To find out whether groups are available, the
+launcher makes one and enters it.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ def enter() -> MemoryGroup | None:
 def places() -> list[tuple[str, int]]:
     """Return the groups in which a new group may be possible, with their version, nearest first.
 
-    In version 2, a group with processes cannot have children with limits, so the ancestors of the present
-    group are candidates too. The search ends at the first ancestor with a limit of its own, because processes
-    must stay under that limit.
+    In version 2, a group with processes cannot have children with limits, so the new group may have to be
+    below an ancestor of the present group. The search ends at the first ancestor with a limit of its own,
+    because processes must stay under that limit.
     """
     mounts: dict[int, tuple[str, str]] = {}
     for line in _read("/proc/self/mountinfo").splitlines():

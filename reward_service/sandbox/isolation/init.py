@@ -1,12 +1,12 @@
 """The first process of a jail: it writes files, starts the program, and reaps its children.
 
-In a jail of bubblewrap it is process 1. All processes of the program are its descendants, no signal from
-inside reaches it, and the kernel kills all of them when it dies. Without a jail (`none`), it is the process
-that adopts all orphans of the program until the launcher kills them.
+In a jail of bubblewrap this process is process 1. All processes of the program are its descendants, no signal
+from inside reaches it, and the kernel kills all of them when process 1 dies. Without a jail (`none`), this
+process adopts all orphans of the program until the launcher kills them.
 
 The launcher passes the source of this module to the interpreter through a descriptor, because the user of the
-program may be unable to read its folder. The module therefore imports only modules of the standard library,
-and only ones that load quickly.
+program may be unable to read the folder of the module. The module therefore imports only modules of the
+standard library, and only ones that load quickly.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ def prctl(option: int, value: int) -> None:
 
 
 def _wait_for(child: int) -> tuple[int, float]:
-    """Reap processes until `child` ends. Return the wait status of `child`, and the time that it waited for a
-    processor."""
+    """Reap processes until `child` ends. Return the wait status of `child`, and the time that `child` waited
+    for a processor."""
     while True:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         waited_s = _waited_s(child) if ended is not None and ended.si_pid == child else 0.0

@@ -1,8 +1,8 @@
 """The process that starts jails. It handles one request at a time: it starts a jail, watches it and answers.
 
-`Sandbox` starts it with an empty environment. It is in the memory group of its jails, because a process can
-begin in its parent's group at no cost, while moving it later takes 20 ms. The launcher ends when its client
-ends, and its jail ends with it.
+`Sandbox` starts the launcher with an empty environment. The launcher is in the memory group of its jails,
+because a process begins in its parent's group at no cost, while moving it to another group later takes 20 ms.
+The launcher ends when its client ends, and the launcher's jail ends at the same time.
 """
 
 from __future__ import annotations
@@ -156,7 +156,8 @@ def own_uid(base: int) -> int:
 def _others(request: dict[str, Any]) -> int:
     """Return the number of other processes that the kernel counts against the limit.
 
-    These are the first process of the jail, or all processes of the user if the kernel counts those together.
+    The kernel counts the first process of the jail, or all processes of the user if it counts those of all
+    namespaces together.
     """
     release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
     if request["level"] == "isolated" and (request["uid"] is not None or release >= PER_USER_NAMESPACE):

@@ -1,8 +1,8 @@
 """Messages between the sandbox's own processes: a JSON head and raw bytes, over a socket pair.
 
 Both ends of such a socket pair belong to the sandbox, and a program has no access to them. The link between a
-program and its tests uses other messages (`harness.plain.HarnessLink`). The code that reads those is separate
-and expects malicious data.
+program and its tests uses other messages (`harness.plain.HarnessLink`). Separate code reads the messages of
+that link and expects malicious data.
 """
 
 from __future__ import annotations

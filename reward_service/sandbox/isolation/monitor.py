@@ -50,9 +50,9 @@ class RunMonitor:
     ) -> None:
         """Create the monitor.
 
-        `pid` is the launcher's child. All processes of the jail are its descendants, and the jail ends with
-        it. `streams` are the read ends of standard output and errors. `group` counts the jail's memory, if
-        there is one.
+        `pid` is the launcher's child. All processes of the jail are descendants of this child, and the jail
+        ends with it. `streams` are the read ends of standard output and errors. `group` counts the jail's
+        memory, if there is one.
         """
         self._limits, self._within_s = request["limits"], request["within_s"]
         self._isolated = request["level"] == "isolated"
@@ -131,7 +131,7 @@ class RunMonitor:
                     os.close(held)
 
     def answer(self) -> tuple[dict[str, Any], bytes]:
-        """Return how the runs ended, with their output and errors."""
+        """Return how the runs ended, with their standard output and standard error."""
         if self._began_s is None and not self._failed and not self._limit and not self._runs:
             said = self._output[self._streams[1]].decode("utf-8", "replace").strip().splitlines()
             self._failed = said[-1] if said else "its first process ended at once"
@@ -262,7 +262,8 @@ class RunMonitor:
         return True
 
     def _next_run(self) -> None:
-        """Start the program with the next input. The jail is empty and waits for this."""
+        """Start the program with the next input. The jail has no other process at this time and waits for the
+        input."""
         self._drain_streams()
         self._count_memory()
         if self._limit:

@@ -115,8 +115,8 @@ class WaitMeter:
         self.waited_s = 0.0
         self._looked_s = 0.0
         self._known: dict[str, tuple[list[str], float, float]] = {}
-        """By thread: its nanoseconds of running and waiting as the kernel reports them, the time since which
-        both are constant, and the seconds that it has waited so far."""
+        """By thread: its nanoseconds of running and of waiting as the kernel reports them, the time when
+        either of them last changed, and the seconds that the thread has waited so far."""
 
     def look(self, roots: Sequence[int], now_s: float) -> None:
         """Add the new waiting time of a thread below `roots`, if it is the only one that can run.
@@ -154,7 +154,7 @@ def proportional_bytes(root: int, counted: int) -> int:
     """Return the private memory of the descendants of `root`. Pages that they have shared since a fork count
     once.
 
-    Returns `counted` if the kernel does not report it. This function is slower than `usage`.
+    Returns `counted` if the kernel does not report this memory. This function is slower than `usage`.
     """
     total = 0
     for pid in descendants(root):
@@ -194,8 +194,8 @@ def _parent(pid: int) -> int:
 
 
 def threads_of_user(uid: int) -> int:
-    """Return the number of a user's threads on this machine. The kernel counts them for the limit of
-    processes."""
+    """Return the number of a user's threads on this machine. The kernel counts threads, not processes, for
+    the limit of processes."""
     count = 0
     for pid in _all():
         with contextlib.suppress(OSError):  # it has ended in the meantime
@@ -233,8 +233,8 @@ def remove(folder: str) -> None:
 
 
 def folder_usage(path: str, most: int) -> tuple[int, int]:
-    """Return the number of files and folders below `path`, and their bytes. Counting stops above `most` of
-    them."""
+    """Return the number of files and folders below `path`, and their bytes. Counting stops once there are
+    more than `most` files and folders."""
     files = size_bytes = 0
     waiting = [path]
     while waiting and files <= most:

@@ -8,8 +8,8 @@ These calls fail with EPERM:
 - kernel keys, BPF, io_uring, userfaultfd, performance counters
 - memory that is not counted for a process: memfd, System V, pages lent to a pipe, and, without a memory
   group, anonymous shared memory
-- priorities and processor affinity, because with them a program could increase its waits for a processor,
-  which are not charged
+- priorities and processor affinity, because a program could use them to wait longer for a processor, and such
+  waits are not charged
 - limits of other processes, clocks, modules, reboot
 
 `clone3` fails with ENOSYS, because its flags are in memory that a filter cannot read. The C library then uses

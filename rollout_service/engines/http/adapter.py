@@ -1,14 +1,14 @@
 """Differences between kinds of inference servers, behind `HttpEngine`.
 
-A new kind of server needs a `ServerAdapter`, and an `EnginePart` that makes an `HttpEngine` with it.
-`vllm/__init__.py` is the shortest example. `sglang/` and `vllm/` have the same layout. `adapter.py` also has
-the command line. `messages.py` has requests, answers and the features that the server must have. `weights.py`
-has the loading of new weights. `HttpEngine` does the rest for all servers: it tracks requests in flight,
-reports a loss, and checks conditions before a request or a load.
+A new kind of server needs a `ServerAdapter`, and an `EnginePart` that makes an `HttpEngine` with this
+adapter. `vllm/__init__.py` is the shortest example. `sglang/` and `vllm/` have the same layout. `adapter.py`
+also has the command line. `messages.py` has requests, answers and the features that the server must have.
+`weights.py` has the loading of new weights. `HttpEngine` does the rest for all servers: it tracks requests in
+flight, reports a loss, and checks conditions before a request or a load.
 
-A server loads whatever a folder contains. If a tensor is missing, it keeps the old one. A surplus tensor or a
-truncated file may crash it. So each folder is compared with the first one (`check_folder`) before a server
-reads it.
+A server does not check the folder that it loads. If a tensor is missing, the server keeps the old tensor. A
+surplus tensor or a truncated file may crash the server. So each folder is compared with the first one
+(`check_folder`) before a server reads it.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     vocab_size: int
-    """Ids below it have a row in the embedding. Other ids may crash a server."""
+    """Number of rows of the embedding. Ids from this number on may crash a server."""
     positions: int | None
-    """Most positions of the model. None: its configuration sets no limit."""
+    """Largest number of positions of the model. None: its configuration sets no limit."""
     layers: int = 0
     """Number of blocks of the model. 0: its configuration does not say."""
 
@@ -106,8 +106,8 @@ def read_layout(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def check_folder(expected: Layout, folder: Path) -> None:
-    """Raise `EngineError` unless a server that serves the tensors `expected` can load `folder`. It must be a
-    model with the same tensors, shapes and dtypes, in complete files."""
+    """Raise `EngineError` unless a server that serves the tensors `expected` can load `folder`. The folder
+    must have a model with the same tensors, shapes and dtypes, in complete files."""
     read_config(folder)
     found = read_layout(folder)
     missing, foreign = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
@@ -131,7 +131,7 @@ class Patience:
     misses: int = 3
     """Number of consecutive probes without an answer."""
     span_s: float = 20.0
-    """Least seconds from the first of these probes to the end of the last."""
+    """Shortest time in seconds from the start of the first of these probes to the end of the last."""
     pause_s: float = 0.25
     """Seconds between two probes."""
 
@@ -150,9 +150,9 @@ class ServerSettings:
     otherwise."""
 
     slots: int
-    """Most requests computed at once."""
+    """Largest number of requests computed at once."""
     max_model_len: int
-    """Most tokens of prompt and answer together."""
+    """Largest number of tokens of prompt and answer together."""
     update_mode: UpdateMode = "recompute"
     device: str = "cpu"
     gpus: tuple[str, ...] = ()
@@ -160,27 +160,27 @@ class ServerSettings:
     process sees."""
     dtype: str = "float32"
     torch_threads: int = 1
-    """CPU threads of a server started here, if it has a setting for them."""
+    """CPU threads of a server started here, if that kind of server has a setting for them."""
     activity: str = "rollout"
     """Name under which the engine's busy time is counted."""
     url: str | None = None
     """Address of a running server to attach to."""
     key: str = field(default_factory=lambda: os.environ.get(KEY_VARIABLE, ""), repr=False)
-    """API key of the server. If it is empty, a server started here gets a new key, and an attached server has
-    none."""
+    """API key of the server. If the key is empty, a server started here gets a new key, and an attached
+    server is called without one."""
     python: Path | None = None
     """Python interpreter of the environment for a server to start."""
     arguments: Mapping[str, Flag] = field(default_factory=dict)
     """More flags for a server started here."""
     ready_s: float = 900.0
-    """Most seconds until the server is ready."""
+    """Seconds within which the server must be ready."""
     mixture: Mixture | None = None
     """The model's mixture of experts, if the server must report routes."""
     must_route: bool = False
     """Whether an attached server that reports no routes is refused."""
     interface: str = ""
-    """Network interface of the process group that a server started here shares with the trainer. Empty: it is
-    in no group."""
+    """Network interface of the process group that a server started here shares with the trainer. Empty: the
+    server shares no group with the trainer."""
     log_path: Path = Path("server.log")
     """Log file of a server started here."""
     patience: Patience = PATIENCE
@@ -249,7 +249,7 @@ def attached_url(job: JobConfig, place: ServiceContext | None, replica: int) -> 
 
 
 FOREIGN_VARIABLES = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSAFEPATH"})
-"""Variables of this process's Python, which are wrong for the server's Python."""
+"""Environment variables that configure this process's Python and would be wrong for the server's Python."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ class Launch:
     weights: Directory
     """First weights."""
     max_model_len: int
-    """Most tokens of prompt and answer together, limited by the model's positions."""
+    """Largest number of tokens of prompt and answer together, limited by the model's positions."""
     port: int = 0
 
 
@@ -282,7 +282,8 @@ class ServerLoad:
     waiting: int = 0
     """Requests in the server's queue."""
     kv_used: float = 0.0
-    """Used share of its KV cache, 0 to 1. If the server has several caches, that of the fullest."""
+    """Used share of the server's KV cache, 0 to 1. If the server has several caches, the share of the fullest
+    one."""
     decoded: int = 0
     """Units sampled since the server started, as far as the server counts them before an answer ends."""
 
@@ -302,8 +303,8 @@ class AnswerReader:
         return trim(text, stop) if stop else text
 
     def n_until_stop(self, ids: Sequence[int], stop: Sequence[str]) -> int:
-        """Return how many of `ids` come up to the end of the first stop string, or all without a stop string.
-        A server may sample more before it finds the stop string."""
+        """Return the number of `ids` up to the end of the first stop string. Without a stop string, this is
+        the number of all ids. A server may sample more before it finds the stop string."""
 
         def stopped(n: int) -> bool:
             text = self._text.text(ids[:n])
@@ -346,7 +347,7 @@ class ServerAdapter(ABC):
 
     @property
     def capacity(self) -> int:
-        """Most requests that the server computes at once."""
+        """Largest number of requests that the server computes at once."""
         return self.settings.slots
 
     # --- starting ------------------------------------------------------------------------------------
@@ -378,14 +379,14 @@ class ServerAdapter(ABC):
 
     @abstractmethod
     def heard(self, tell: Tell) -> Any:
-        """Return an empty streamed answer. Its `take(part)` adds the next part and passes its units to
-        `tell`. It raises `RequestError` or `EngineError` if the server refused. Its `answer()` returns the
-        whole answer, or raises `EngineError`."""
+        """Return an empty streamed answer. `take(part)` of the result adds the next part and passes the
+        part's units to `tell`. It raises `RequestError` or `EngineError` if the server refused. `answer()`
+        returns the whole answer, or raises `EngineError`."""
 
     @abstractmethod
     def parse(self, answer: Any, sampling: Sampling) -> GenerateResult:
         """Return the sampled units, without text. Raises `EngineError` if an answer does not account for each
-        unit, and `EngineLost` if the weights' owner is unknown."""
+        unit, and `EngineLost` if it is unknown who loaded the server's weights."""
 
     def expert_ids(self, answer: Any) -> NDArray[np.integer] | None:
         """Return the experts of the tokens from `GenerateRequest.routes_from` on, as integers [tokens, layers
@@ -395,7 +396,7 @@ class ServerAdapter(ABC):
 
     @abstractmethod
     async def abort(self, client: ServerClient, rid: str) -> None:
-        """End a request now, with its units so far."""
+        """End a request now. The request then returns its units so far."""
 
     # --- weights -------------------------------------------------------------------------------------
 
@@ -427,7 +428,7 @@ class ServerAdapter(ABC):
     async def read_load(self, client: ServerClient) -> ServerLoad: ...
 
     async def close(self) -> None:  # noqa: B027 - there may be nothing
-        """Release what this replica has besides the server."""
+        """Release all resources of this replica besides the server."""
 
 
 def command_line(

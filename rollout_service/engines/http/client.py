@@ -71,9 +71,9 @@ def result_of(
     tag_of: Callable[[str], VersionTag] = parse_tag,
     cached_tokens: int | None = None,
 ) -> GenerateResult:
-    """Return the sampled units, without text. `units` has each id with its log-prob in nats, or NaN if it is
-    not finite. `spans` has the versions. Raises `EngineError` if ids, units and spans do not agree. Also
-    raises errors of `tag_of`."""
+    """Return the sampled units, without text. `units` has each id with its log-prob in nats, or with NaN if
+    the log-prob is not finite. `spans` has the versions. Raises `EngineError` if ids, units and spans do not
+    agree. Also raises errors of `tag_of`."""
     if reason not in ("stop", "length", "abort"):
         raise EngineError(f"the server ended a request by {reason!r}")
     if [i for i, _ in units] != ids:
@@ -90,8 +90,9 @@ T = TypeVar("T")
 CONTROL_TIMEOUT_S = 60.0  # Limit for calls without long computations
 CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 2.0
-"""Seconds after which this side closes an idle connection. The servers close theirs after 5 s. A POST on a
-connection that is just being closed would look like the server's death."""
+"""Seconds after which this side closes an idle connection. The servers close an idle connection after 5 s, so
+this side must be first. A POST on a connection that the server is just closing would look like the server's
+death."""
 
 EVENT = b"data: "
 END = b"[DONE]"  # Last event of a stream
@@ -129,8 +130,8 @@ class ServerClient:
     async def request(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = CONTROL_TIMEOUT_S
     ) -> tuple[int, bytes]:
-        """Return status and body of any response. If `timeout_s` is None, wait as long as the connection
-        lives.
+        """Return status and body of the response, whatever the status. If `timeout_s` is None, wait as long
+        as the connection lives.
 
         Raises `EngineLost`."""
         async with self._asked(method, path, body, timeout_s) as answer:

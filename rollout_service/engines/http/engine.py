@@ -5,8 +5,8 @@ a running server that is attached by URL. Either way, it is an unpatched release
 
 - Inputs that would crash the server are never sent: ids, lengths and directories are checked here.
 - A unit's version is the version that the server reports for it. After a failed load, the old weights are
-  loaded again if the server can do that. Otherwise the engine is lost. So no unit has the version of other
-  weights.
+  loaded again if the server can do that. Otherwise the engine is lost. So no unit is ever labelled with the
+  version of weights that did not sample it.
 - A lost engine stays lost until `start`. Its process is killed, and every call raises `EngineLost`.
 """
 
@@ -53,7 +53,7 @@ from rollout_service.engines.http.process import Liveness, ServerProcess, attach
 log = get_logger("engine")
 
 MAX_CACHED_VERSIONS = 1024
-"""Most versions whose sessions can still use their cache in mode `session`."""
+"""Largest number of versions whose sessions can still use their cache in mode `session`."""
 
 
 ABORT_AGAIN_S = 0.25  # Pause before an abort that found no request in the server is repeated
@@ -74,12 +74,13 @@ Answering = Callable[[], Coroutine[Any, Any, GenerateResult]]
 
 
 class Calls:
-    """Requests of a server engine in flight. They are counted, held, aborted and failed together.
+    """Requests of a server engine in flight. This class counts them, holds them back, aborts them and makes
+    them fail.
 
     Promises: each `run` ends with the answer or a typed error. A request can be aborted at any time: while it
-    is held here, on its way, or in the server. A server ignores an abort that arrives before its request, so
-    the abort is repeated until the request ends. A cancelled caller leaves nothing running. While requests
-    are held, the engine computes nothing and does not count as busy. Counters never decrease."""
+    is held here, on its way, or in the server. A server ignores an abort that arrives before the request
+    itself, so the abort is repeated until the request ends. A cancelled caller leaves nothing running. While
+    requests are held, the engine computes nothing and does not count as busy. Counters never decrease."""
 
     def __init__(self, abort_rid: Callable[[str], Awaitable[None]], activity: str = "rollout") -> None:
         """`abort_rid` asks the server to end a request by its `rid`. `activity` is the name of the busy time
@@ -95,7 +96,7 @@ class Calls:
         return len(self._calls)
 
     async def run(self, request: GenerateRequest, rid: str, answer: Answering) -> GenerateResult:
-        """Return the result of `answer()`, which asks the server. It does not start while requests are held.
+        """Return the result of `answer()`, which asks the server. The call waits while requests are held.
 
         A request aborted before its start returns no units. Raises errors of `answer` and errors passed to
         `fail`."""
@@ -139,7 +140,7 @@ class Calls:
                 self._end(call)
 
     def fail(self, error: EngineError) -> None:
-        """End all requests in flight with `error`, and hold none any more."""
+        """End all requests in flight with `error`, and stop holding requests."""
         for call in list(self._calls.values()):
             call.error = error
             call.task.cancel()
@@ -292,7 +293,7 @@ class HttpEngine:
 
     async def pause(self) -> None:
         """Pause the server, which stops between two steps. Units of a running step still belong to the old
-        version, and are reported so."""
+        version, and are reported with that version."""
         self._check_serving()
         self._calls.hold()
         self._paused = True
@@ -351,9 +352,9 @@ class HttpEngine:
 
     def _cache_of(self, request: GenerateRequest) -> VersionTag:
         """Return the version under which the request's prefixes are cached. Normally it is the served
-        version. In mode `session` it is the version at which the session began. If this start of the server
-        has not served that version, it is the first later one. Then the session's prefix is computed once
-        more, but not at each update."""
+        version. In mode `session` it is the version at which the session began. If the server has not served
+        that version since its start, the first later version is used. Then the session's prefix is computed
+        once more, but not at each update."""
         if self._settings.update_mode == "session" and request.began is not None:
             epoch, version = request.began
             began = VersionTag(self.version.policy, epoch, version)
@@ -413,7 +414,8 @@ class HttpEngine:
         return _Server(client, process, Liveness(lambda: client.serves(alive), process, settings.patience))
 
     async def _command(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a change of the server's state. If it fails, that state is unknown, so the engine is lost."""
+        """Run a change of the server's state. If the change fails, the server's state is unknown, so the
+        engine is lost."""
         try:
             await work
         except EngineError as error:

@@ -2,8 +2,9 @@
 
 Promises: the server's process group is gone after `stop`, and after the death of this process for any reason
 (see `runtime/process.py`). If a server ends before it serves, or is not ready in time, `EngineError` shows
-the last lines of its log. A server whose process has ended is dead immediately. A server that still runs, or
-is attached, may only be slow. It is treated as dead after several unanswered probes over a stated time.
+the last lines of its log. A server whose process has ended is dead immediately. A server whose process still
+runs, or that is attached, may only be slow. Such a server is treated as dead after several unanswered probes
+over a set time (`Patience`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ UNAUTHORIZED = 401
 
 
 def free_port() -> int:
-    """Return a free loopback port. The server binds it seconds later. If another process takes the port
+    """Return a free loopback port. The server binds the port seconds later. If another process takes the port
     first, the server ends and is started again with another port."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
@@ -138,8 +139,8 @@ async def started(
     name: str, argv: Argv, environment: Variables, settings: ServerSettings, path: str
 ) -> tuple[ServerProcess, ServerClient]:
     """Start a server with `argv(port)` (`python … -m MODULE …`) and a new key. Return it once it answers
-    `path` with 200, only with the key. Raises `EngineError` if it ends early, is not ready in time, or
-    answers without the key. No process is left then."""
+    `path` with 200, only with the key. Raises `EngineError` if the server ends early, is not ready in time,
+    or answers requests without the key. In these cases the server is killed."""
     for attempt in range(1, STARTS + 1):
         port, key = free_port(), settings.key or secrets.token_hex(32)
         command = list(argv(port))
@@ -172,7 +173,7 @@ async def started(
 
 async def attached(name: str, settings: ServerSettings, *, path: str) -> ServerClient:
     """Return the server at `settings.url` once it answers `path` with 200. Raises `EngineError` if it does
-    not in time."""
+    not answer in time."""
     assert settings.url is not None
     client = ServerClient(f"{name} at {settings.url}", settings.url, key=settings.key)
     try:

@@ -50,8 +50,8 @@ class Finished:
 
 @dataclass(eq=False)
 class EngineCore:
-    """Core of the local engine. `prefill_tokens` is the most tokens, including padding, in one prefill pass.
-    A longer prompt gets a pass of its own."""
+    """Core of the local engine. `prefill_tokens` is the largest number of tokens, including padding, in one
+    prefill pass. A longer prompt gets a pass of its own."""
 
     model: LocalModel
     _: KW_ONLY
@@ -143,7 +143,8 @@ class EngineCore:
         return [Finished(request.request_id, error) for request in active if request is not None]
 
     def grown(self, told: dict[str, int]) -> list[tuple[str, Ids]]:
-        """Return the new units of requests, by request id, beyond the counts in `told`. Update the counts."""
+        """Return the units that requests have sampled since the last call, by request id. `told` has the
+        number of units reported before, and is updated."""
         pieces = []
         for slot in self._active.tolist():
             request = self._table.requests[slot]
@@ -235,9 +236,9 @@ class EngineCore:
         return self._sample(slots, self.model.logits(hidden[:, 0]), self._row[slots])
 
     def _went(self, slots: Slots, start: Slots, n: Slots, source: Slots, length: int) -> None:
-        """Record the experts of the last pass, over rows of `length` tokens. They are for the `n` tokens of
-        each slot from `start` on, at the beginning of row `source`. Tokens that are recomputed under other
-        weights keep the routes under which they were sampled."""
+        """Record the experts of the last pass, over rows of `length` tokens. The experts at the beginning of
+        row `source` belong to the `n` tokens of each slot from `start` on. Tokens that are recomputed under
+        other weights keep the routes of their first pass."""
         if self.model.experts:
             by_row = torch.stack(self.model.experts, 1).unflatten(0, (-1, length))
             self._table.went(slots, start, n, by_row.cpu().numpy()[source])
@@ -252,8 +253,9 @@ class EngineCore:
         return self.model.hidden(torch.from_numpy(ids).to(device)[:, None], position_t[:, None], plan)
 
     def _split(self, ids: Slots, position: Slots) -> Slots:
-        """Give each prefix among the active requests its own row, rows 0 … n-1. `ids` and `position` are
-        their newest tokens. Return one request of each row, as an index into the active requests."""
+        """Give each prefix among the active requests its own row, rows 0 … n-1. `ids` and `position` are the
+        requests' newest tokens and the positions of these. Return one request of each row, as an index into
+        the active requests."""
         mixed = self._row[self._active] * self.model.vocab_size + ids
         prefixes, first, prefix_of = np.unique(mixed, return_index=True, return_inverse=True)
         n, row = len(prefixes), prefixes // self.model.vocab_size
@@ -302,7 +304,8 @@ class EngineCore:
         return hit
 
     def _finish(self, slots: Sequence[int], reasons: Sequence[FinishReason | None]) -> list[Finished]:
-        """Remove requests. Reason None means that the logits were not finite, so nothing could be sampled."""
+        """Remove requests. The reason None means that the logits were not finite, so that nothing could be
+        sampled."""
         texts = self._text.decode([self._table.sampled(slot) for slot in slots])
         done = []
         for slot, reason, text in zip(slots, reasons, texts, strict=True):
@@ -330,8 +333,8 @@ def _distinct(sequences: Sequence[Ids]) -> tuple[list[Ids], Slots]:
 
 
 def _budget(sequences: Sequence[Any], most_tokens: int) -> int:
-    """Return how many sequences, in this order, fit into one prefill pass when the distinct ones are padded
-    to the longest. At least one."""
+    """Return the number of sequences, in this order, that fit into one prefill pass; at least one. A pass has
+    the distinct sequences, padded to the longest of them."""
     seen: set[bytes] = set()
     longest = 0
     for count, ids in enumerate(sequences):

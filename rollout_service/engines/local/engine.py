@@ -52,8 +52,9 @@ def with_pass(sums: tuple[float, ...], sampled: int, prompt_tokens: int, seconds
 
     A pass that samples n tokens and computes p prompt tokens takes about a + b·n + c·[p > 0] + d·p seconds of
     its thread's CPU time. The sums are the inputs of least squares for a, b, c and d. The difference of two
-    readings has the sums of the passes between them. First come the products of the terms (1, n, [p > 0], p),
-    i ≤ j, in the order (0, 0), (0, 1), … (3, 3). Then comes each term times the seconds."""
+    readings has the sums of the passes between them. With the terms (1, n, [p > 0], p), the sums are of the
+    products of term i and term j with i ≤ j, in the order (0, 0), (0, 1), … (3, 3), and then of each term
+    times the seconds."""
     x = (1.0, float(sampled), float(prompt_tokens > 0), float(prompt_tokens))
     products = [x[i] * x[j] for i in range(TERMS) for j in range(i, TERMS)]
     added = (*products, *(term * seconds for term in x))
@@ -69,7 +70,7 @@ class LocalEngine:
     """Folder of the architecture and the tokenizer. Snapshots provide the weights."""
     _: KW_ONLY
     slots: int
-    """Most requests computed at once."""
+    """Largest number of requests computed at once."""
     max_model_len: int
     update_mode: Literal["recompute", "keep"] = "recompute"
     device: str = "cpu"
@@ -204,8 +205,8 @@ class LocalEngine:
             self._wake.notify()
 
     async def _call(self, command: Callable[[], T]) -> T:
-        """Call `_post`, and return the command's result or raise its error. If cancelled before its turn, it
-        does not run."""
+        """Call `_post`, and return the command's result or raise its error. If the call is cancelled before
+        the command's turn, the command does not run."""
         if self._stopping:
             raise EngineError("the engine has stopped")
         done: Future[T] = Future()

@@ -2,10 +2,10 @@
 then launched together.
 
 A pass of a small model consists of hundreds of kernels that run for microseconds. Python takes longer to
-launch a kernel than the GPU to run it. A graph runs the same kernels on the same memory. This has three
-consequences. Rows and positions are rounded up to a few shapes, and surplus rows write garbage into unused
-rows of the cache. Inputs of a pass stay at the addresses of the recording. Graphs are dropped when the cache
-gets new tensors.
+launch a kernel than the GPU to run it. A graph always runs the same kernels on the same memory. This has
+three consequences. First, rows and positions are rounded up to a few shapes, and surplus rows write garbage
+into unused rows of the cache. Second, inputs of a pass stay at the addresses of the recording. Third, graphs
+are dropped when the cache gets new tensors.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class DecodeGraphs:
         self._model, self._kv = model, kv
         self._ids_and_position = torch.zeros(2, kv.rows, dtype=torch.long, device=kv.device)
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, list[Tensor]] | None] = {}
-        """Recorded passes by rows and length. None: the shape has run once. The second pass is recorded,
-        because its kernels are loaded by then, and a shape that occurs once is not worth recording."""
+        """Recorded passes by rows and length. None: the shape has run once. A shape is recorded when it
+        occurs for the second time, because its kernels are loaded by then, and a shape that occurs only once
+        is not worth recording."""
         self._kv_length = 0
         self._stream = torch.cuda.Stream(kv.device)
         self._pool = torch.cuda.graph_pool_handle()

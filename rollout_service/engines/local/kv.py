@@ -5,8 +5,8 @@ The cache is dense: row r of every layer has the keys and values of one prefix, 
 longer.
 
 A model needs no change and no cache class. transformers passes the keyword argument `slots` to the attention
-function with which the model was loaded (`ATTENTION`). Because this name has no mask function, transformers
-builds no mask. Shapes: B batch, H query heads, K key heads, T queries, L keys, D head width.
+function with which the model was loaded (`ATTENTION`). No mask function is registered under this name, so
+transformers builds no mask. Shapes: B batch, H query heads, K key heads, T queries, L keys, D head width.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rollout_service.engines.base import EngineError
 ATTENTION = "areal_slots"  # Name of the attention function, for `attn_implementation`
 
 LENGTH_STEP = 16
-"""Attention lengths are rounded up to a multiple of this, because this makes kernels faster and reduces the
-number of shapes."""
+"""Attention lengths are rounded up to a multiple of this number, because kernels are then faster and have
+fewer shapes."""
 
 
 class SlotKV:
@@ -70,8 +70,8 @@ class SlotKV:
 
 class Prefill:
     """A pass over whole sequences from position 0, right-padded to T. Values after a sequence's end are
-    garbage. Causality hides them from the sequence, and later writes and masks hide them from other
-    requests."""
+    garbage. The causal mask hides these values from the sequence, and later writes and masks hide them from
+    other requests."""
 
     def __init__(self, kv: SlotKV, rows: Tensor, source: Tensor) -> None:
         """Row `rows[i]` of the cache gets the values of sequence `source[i]` of the batch."""

@@ -73,7 +73,7 @@ class LocalModel:
         return cast(Tensor, out.last_hidden_state)
 
     def _watched(self) -> bool:
-        """Make the routers store their choices, if their kind is known. Return whether it is."""
+        """Make the routers store their choices, if this kind of router is known. Return whether it is."""
         routers, config = routers_of(self.model), self.model.config.get_text_config()
         kinds = {type(router): router for router in routers}
         if not routers or any(tried(router, config) is None for router in kinds.values()):
@@ -88,7 +88,7 @@ class LocalModel:
         return cast(Tensor, self._head(hidden_NE)).float()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take `tensors`, by their names in a model's files. One of several tied names is enough. Raises
+        """Load `tensors`, by their names in a model's files. Of tied tensors, one name is enough. Raises
         `EngineError` without any change unless all tensors fit."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if shapes != self._shapes:

@@ -6,7 +6,7 @@ and no loop. A request keeps its slot until it ends. Rows of the KV cache are di
 
 Each row of a batch of logits has its own sampling parameters and seed. Randomness is counter-based: the
 uniform number of a row is a hash of its seed and its number of sampled units. So a request draws the same
-numbers with any other requests beside it, and after any interruption.
+numbers whatever other requests run beside it, and after any interruption.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Draw:
 def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Return one number in (0, 1) per row, a pure function of (seed, counter).
 
-    Uses SplitMix64 (Steele, Lea, Flood 2014) on a mix of both. The upper 32 bits are centred in their cell,
-    so neither 0 nor 1 can occur.
+    Uses SplitMix64 (Steele, Lea, Flood 2014) on a mix of seed and counter. The upper 32 bits plus one half
+    give the number, so neither 0 nor 1 can occur.
     """
     state = _mix(seeds) + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     return ((_mix(state) >> np.uint64(32)).astype(np.float64) + 0.5) / 2.0**32
@@ -132,7 +132,8 @@ class RequestTable:
         self._mixture = mixture
         width = 0 if mixture is None else len(mixture.layers) * mixture.chosen
         self.routes = np.empty((slots, max_model_len, width), route_type(mixture.experts if mixture else 1))
-        """Routes of each token in the first pass that read it. The newest token was not read yet."""
+        """Routes of each token in the first pass that read it. The newest token was not read yet, so it has
+        no routes."""
         self.length = np.zeros(slots, np.int64)
         """Number of known tokens. The newest is not in the KV cache yet, so position length - 1 is the next
         to compute."""

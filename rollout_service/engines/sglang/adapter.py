@@ -1,9 +1,10 @@
 """The engine `sglang`: an unpatched SGLang server.
 
-`recompute`: requests in flight are retracted, and all KV is computed again under the new weights. `keep`:
-requests in flight continue with their KV. A later request never uses KV of older weights, because prefixes
-are cached under the version of the request's start. `session`: as `keep`, but a session's prefixes stay
-cached under the version of the session's start.
+The update modes are implemented as follows. `recompute`: requests in flight go back to the server's queue,
+and all KV is computed again under the new weights. `keep`: requests in flight continue with their KV. A later
+request never uses KV of older weights, because prefixes are cached under the version that was served when the
+request started. `session`: as `keep`, but a session's prefixes stay cached under the version that was served
+when the session started.
 
 Not promised: `Sampling.seed` has no effect, because the server ignores it. A request aborted before its first
 units were delivered returns fewer units than were sampled, or none.
@@ -49,8 +50,8 @@ from rollout_service.engines.sglang.messages import (
 from rollout_service.engines.sglang.weights import TensorReceiver, load_directory
 
 MAX_CPU_TOKENS = 65536
-"""Tokens of KV on a CPU, if this is less than all slots at full length. SGLang's own default takes most of
-the machine's memory."""
+"""Largest number of tokens of KV on a CPU, unless a single request of full length needs more. If all slots
+together need fewer, the server gets only those. SGLang's own default takes most of the machine's memory."""
 RESERVED = {
     "model-path": "weights come from snapshots",
     "tokenizer-path": "set `model`",
@@ -146,8 +147,8 @@ class RankLoad(msgspec.Struct):
     num_waiting_reqs: int = 0
     token_usage: float = 0.0
     decode_moments: list[float] | None = None
-    """Sums over the decode steps. The last is the number of units that they sampled. The value is None before
-    the first step."""
+    """Sums over the decode steps. The last sum is the number of units sampled in these steps. The value is
+    None before the first step."""
 
 
 class Loads(msgspec.Struct):
@@ -173,7 +174,7 @@ class SGLangAdapter(ServerAdapter):
     def __init__(
         self, model: Path, settings: ServerSettings, *, receiver: TensorReceiver | None = None
     ) -> None:
-        """`receiver` transfers the tensors of updates, if it can."""
+        """`receiver` transfers the tensors of updates, if this server can receive tensors."""
         super().__init__(model, settings)
         self._receiver = receiver
         self._info: SglangInfo | None = None

@@ -183,7 +183,7 @@ CONTEXT_MARGIN = 8
 engine enforces both limits at `max_model_len` itself, so the server gets this many more tokens."""
 RELEASES = frozenset({"0.5.23"})
 """Releases with verified endpoints, pause modes and behaviour. Another release may count versions or keep a
-cache differently, and only the tests would show it."""
+cache differently, and only tests with that release would show this."""
 PAUSE_MODES: dict[UpdateMode, str] = {"recompute": "retract", "keep": "in_place", "session": "in_place"}
 """Server's name of the pause for each update mode."""
 COLD = 0.5  # Temperature for the probe of log-probs
@@ -243,7 +243,7 @@ async def probe(
 
 
 def _problems(info: SglangInfo, update_mode: UpdateMode, max_model_len: int, dtype: str) -> list[str]:
-    """Return each problem in a server's settings. Only an attached server can have one."""
+    """Return each problem in a server's settings. Only an attached server can have such problems."""
     needed = max_model_len + CONTEXT_MARGIN
     problems = (
         (

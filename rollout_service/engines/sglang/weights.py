@@ -1,18 +1,18 @@
 """New weights for a running SGLang server: from a snapshot's directory, or from process to process.
 
 The second way is the channel `nccl`. `areal_async/weights/channels/tensor_sender.py` is the trainer's side.
-After its server is paused, an engine asks the trainer for the new version's tensors. Then each request makes
-the server take one bucket of tensors from the process group shared with the trainer. The server answers only
-when the tensors have arrived. Before each bucket, the engine asks the trainer, which agrees when all members
-are ready.
+After an engine has paused its server, it asks the trainer for the new version's tensors. Then each request
+makes the server take one bucket of tensors from the process group shared with the trainer. The server answers
+only when the tensors have arrived. Before each bucket, the engine asks the trainer, which agrees when all
+members are ready.
 
 Promises:
 
-- The last bucket names the new version, after everything before it was loaded. So a server with only part of
-  an update never reports the new version.
-- After any failure, the server loads the snapshot's directory, or it is lost. A group with a failure is never
-  used again, and the next group has another name. The trainer is told about failures here, so that no other
-  engine waits for this one.
+- The last bucket names the new version, after everything before it was loaded. So a server that has loaded
+  only a part of an update never reports the new version.
+- After any failure, the server loads the snapshot's directory. If that fails too, the server is lost. A group
+  with a failure is never used again, and the next group has another name. The trainer is told about failures
+  here, so that no other engine waits for this one.
 - Every wait has a limit. It is `ASK_S` for the trainer's answer. For a bucket, it is the trainer's limit plus
   the receiver's grace.
 """
@@ -51,16 +51,18 @@ from rollout_service.engines.sglang.messages import ModelInfo
 
 ASK_S = 5.0  # Limit for the trainer's answer while the engine is paused
 STEP_MS = 1000
-"""Longest time that the trainer lets an engine wait for others before the engine asks again. Otherwise a dead
-trainer would not be noticed."""
+"""Longest time that the trainer lets an engine wait for others before the engine asks again. Without this
+limit, the engine would not notice that the trainer is dead."""
 GRACE_S = 10.0
-"""The trainer's limit ends first and closes the group, so that the server can report the failure. If a server
-does not answer after this grace either, it hangs inside the group."""
+"""Seconds by which a wait here exceeds the trainer's limit. The trainer closes the group at its limit, so
+that the server can report the failure. A server that still does not answer after this grace hangs inside the
+group."""
 RANK_S = 1.0
 """Additional grace for each rank before the engine's rank. With gloo, members pass bytes only to higher
-ranks. If a hanging member ends first, the waiting ranks are released, provided that they are more patient."""
+ranks. So a rank that hangs must give up before the higher ranks that wait for it; its end releases them."""
 LONGEST_BREAK = 63
-"""Most updates taken from the directory after repeated failures, before a group is tried again."""
+"""Largest number of updates taken from the directory after repeated failures, before a group is tried
+again."""
 
 FLUSH_ATTEMPTS = 20
 FLUSH_PAUSE_S = 0.05

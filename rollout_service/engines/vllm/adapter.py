@@ -2,9 +2,9 @@
 
 The server is paused with its requests, reloads from the snapshot's directory, gets the new label and
 continues. It marks each unit with the label under which it was sampled. `recompute` also preempts the
-requests and drops the whole cache, so that they restart from their ids under the new weights. `keep` leaves
-them their KV. Later requests have another cache salt, so they never use KV of older weights. With `session`,
-later requests of a session have the salt of the session's first version.
+requests and drops the whole cache, so that they restart from their ids under the new weights. With `keep`,
+requests in flight keep their KV. Later requests have another cache salt, so they never use KV of older
+weights. With `session`, later requests of a session have the salt of the session's first version.
 
 A partially reloaded model is never served: if anything fails after a reload has begun, the engine is lost.
 """
@@ -280,7 +280,7 @@ class VllmAdapter(ServerAdapter):
             raise EngineError("the server did not take the name of its weights")
 
     def _tidy(self) -> None:
-        """Remove the files made for a load, after the server has read them."""
+        """Remove the files that were made for a load. The server must have read them before."""
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
@@ -296,7 +296,8 @@ async def _control(
 
 def parse_load(text: str) -> ServerLoad:
     """Return the load in a server's `/metrics`, summed over its engines. The KV share is the fullest
-    engine's. It is a fraction, although the server's name for it says per cent. Missing values are 0."""
+    engine's. This share is a fraction, although the server's name for it says per cent. Missing values are
+    0."""
     values: dict[str, list[float]] = {WAITING: [], KV_USED: [], GENERATED: []}
     for line in text.splitlines():
         name, _, rest = line.partition("{")

@@ -53,8 +53,8 @@ class Usage(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """Used part of the server's answer. Decoding fails if a field is missing, except `usage`, which a stream
-    lacks."""
+    """Used part of the server's answer. Decoding fails if a field is missing. Only `usage` may be missing,
+    because a stream lacks it."""
 
     choices: list[AnswerChoice]
     usage: Usage | None = None
@@ -133,8 +133,8 @@ def server_seed(seed: int) -> int:
 
 def label(tag: VersionTag, owner: str) -> str:
     """Return the server's name for the weights. `owner` belongs to one start of one engine. So the label
-    never equals another client's label, or one from before a restart. A cache salt may contain neither `/`
-    nor `@`."""
+    never equals a label of another client, or a label from before a restart. A cache salt may contain neither
+    `/` nor `@`."""
     return f"{tag.label}.{owner}"
 
 

@@ -1,10 +1,10 @@
 """New weights for a vLLM server: requirements on a snapshot's directory before a reload.
 
-The reasons were measured with vLLM 0.32.0. If the directory lacks a tensor, `reload_weights` leaves it
-unchanged and still answers 200. With a surplus tensor, or another shape, the whole server dies. On a CPU, a
-tied output layer keeps its first weights, because the reload skips it and its packed copy stays. So
-directories are compared with the first one. On a CPU, the server gets the tied layer as a separate tensor
-(`untied`).
+vLLM 0.32.0 does not check what it reloads. If the directory lacks a tensor, `reload_weights` keeps the old
+tensor and still answers 200. With a surplus tensor, or another shape, the whole server dies. So directories
+are compared with the first one. On a CPU, the server computes with a packed copy of the output layer. A
+reload skips an output layer that is tied to the embedding, so the packed copy would keep the first weights.
+There, the server gets the tied layer as a separate tensor (`untied`).
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ def _operator(
     scaling: float | None,
     dropout: float,
 ) -> Tensor:
-    """Return [C, H, L, D] for queries [C, H, L, D] at the end of keys [C, H_kv, M, D]. `seen` replaces the
-    causal mask."""
+    """Return [C, H, L, D] for queries [C, H, L, D] at the end of keys [C, H_kv, M, D]. The mask `seen`, if
+    given, replaces the causal mask."""
     n_queries, n_keys = q.shape[2], k.shape[2]
     if seen is None and window is not None and n_keys > window:
         seen = _band(n_queries, n_keys, window, q.device)
@@ -156,8 +156,8 @@ def _of_tree(
 
 
 def _within(trees: Masked, window: int | None) -> Tensor:
-    """Return bool [count, 1, length, length]: the mask of the trees, restricted to the window if there is
-    one."""
+    """Return bool [count, 1, length, length]: the mask of the trees, restricted to the attention window if
+    the layer has one."""
     if window is None or trees.mask.shape[-1] <= window:
         return trees.mask
     distance = trees.position[:, None, :, None] - trees.position[:, None, None, :]

@@ -7,8 +7,8 @@ rank holds gradients only of its own shard, in fp32.
 With several copies of the model (`data`), each copy is on consecutive ranks, and gradients are also summed
 over copies. All copies are equal bit for bit, so norms, checkpoints and publications use only the first copy.
 
-With `sequence`, neighbouring ranks have a part of each row (`sequence.py`). Each of them also has its own
-shard of the weights: a copy is distributed over `shard` x `sequence` ranks.
+With `sequence`, a row is cut into parts, one for each of several neighbouring ranks (`sequence.py`). Each of
+these ranks also has its own shard of the weights: a copy is distributed over `shard` x `sequence` ranks.
 """
 
 from __future__ import annotations

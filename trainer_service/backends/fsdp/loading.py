@@ -1,9 +1,9 @@
 """Loading of a Hugging Face directory as a sharded model.
 
-Each rank reads its own rows of each tensor from the files (safetensors only) into its shards. Its host memory
-therefore has these shards and one tensor at a time. Modules are created on the meta device and get memory
-after sharding. Tensors without a file, such as the `inv_freq` of a rotary embedding, are computed by each
-rank's module. A value layer without a file starts with zeros.
+Each rank reads its own rows of each tensor from the files (safetensors only) into its shards. Host memory
+therefore never has more than these shards and one tensor. Modules are created on the meta device and get
+memory after sharding. Tensors that no file contains, such as the `inv_freq` of a rotary embedding, are
+computed by each rank's module. A value layer that no file contains starts with zeros.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class LoadedModel:
 
     module: nn.Module
     storage: Mapping[str, Storage]
-    """Place in the files of each parameter and persistent buffer. Tied ones are under their name in the
-    files."""
+    """Place of each parameter and persistent buffer in the files. Tied tensors have one place, under the name
+    in the files."""
     tied: Mapping[str, str]
     """Alias -> name in the files."""
     plan: _Plan
@@ -61,8 +61,8 @@ class LoadedModel:
     def in_fp32(self, ranks: Ranks) -> Any:
         """Return a second module with the same weights that computes in fp32.
 
-        The probe uses it. It has short windows, a value layer without zeros, and no dropout, and needs only
-        the memory of one block at a time."""
+        The probe uses this module. It has short attention windows, a value layer without zeros, and no
+        dropout. Only one block of it is in memory at a time."""
         model = self.plan.plain(with_short_windows(self.module.config))
         self.plan.complete(model)
         _shard(model, ranks, torch.float32)
@@ -259,7 +259,8 @@ def _begin(tensor: Tensor, value: Tensor) -> None:
 
 
 def _compute_rest(model: Any, stored: Collection[str]) -> None:
-    """Let transformers compute the buffers without a file. Raises `ValueError` if one is not computed."""
+    """Let transformers compute the buffers that no file contains. Raises `ValueError` if a buffer has no
+    values after that."""
     buffers = model.named_buffers()
     rest = {name for name, buffer in buffers if name not in stored and buffer.is_floating_point()}
     for name in rest:

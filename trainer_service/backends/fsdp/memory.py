@@ -9,9 +9,9 @@ The following state is always in memory:
 
 - Parameters 4 P / S, gradients 4 P / S, AdamW's moments 8 P / S. They are fp32 and sharded alike (ZeRO stage
   3, arXiv:1910.02054 section 5.3; `fully_shard` of torch). Offloaded moments are in host memory.
-- With adapters (LoRA): c P / S for the frozen model, and the line above for the adapters alone. These are A
-  [r, in] and B [out, r] of each adapted layer [out, in]. Frozen parameters have no gradients in a pass.
-- The same for each further model. A frozen model takes c P / S, or 4 P / S if it follows another. The state
+- With adapters (LoRA): c P / S for the frozen model, and the line above for the adapters alone. The adapters
+  are A [r, in] and B [out, r] of each adapted layer [out, in]. Frozen parameters have no gradients in a pass.
+- Each further model adds the same. A frozen model takes c P / S, or 4 P / S if it follows another. The state
   of all models is in memory during the passes of one (`planned`).
 
 A pass adds the following at its worst moment (`_moments`):
@@ -31,8 +31,8 @@ A pass adds the following at its worst moment (`_moments`):
   tokens. In attention, a rank has some heads of all tokens, which is the same amount of data. Keys and values
   that are sent several times are the exception (`exchange.py`).
 - Head: log-probs are computed from a tile of the vocabulary at a time (`head.py`). The buffers of a tile
-  together have `logits_bytes`. Below fp32, the gradient of the hidden states is summed in fp32, next to its
-  last summand.
+  together have `logits_bytes`. If the dtype is smaller than fp32, the gradient of the hidden states is summed
+  in an fp32 buffer, and each summand is in memory next to it.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ COUNTED = re.compile(r"(^|\.)([qkvo]_proj|gate_proj|up_proj|down_proj|gate|share
 
 
 def logits_bytes(units: int, vocabulary: int) -> int:
-    """Return the bytes for a tile of the logits of `units` tokens, over all tensors of its size together. It
-    is a 32nd of all logits in fp32, and at least 32 MiB."""
+    """Return the bytes for a tile of the logits of `units` tokens, over all tensors of its size together. The
+    result is a 32nd of the bytes of all logits in fp32, and at least 32 MiB."""
     return max(LEAST_LOGITS_BYTES, FLOAT32_BYTES * units * vocabulary // LOGITS_PARTS)
 
 
@@ -132,7 +132,8 @@ class ModelShape:
 
     @property
     def uncounted(self) -> list[str]:
-        """Matrices of blocks whose activations the formulas do not count. A pass then needs more memory."""
+        """Matrices of blocks whose activations the formulas do not count. A pass then needs more memory than
+        `rank_memory` reports."""
         shapes = {name: shape for block in self.blocks for name, shape in block.parameters.items()}
         unknown = (name for name, shape in shapes.items() if len(shape) > 1 and not COUNTED.search(name))
         return sorted({name.removesuffix(".weight") for name in unknown})
@@ -302,7 +303,7 @@ class RankMemory:
         return self.state + round(max(moment.bytes(tokens, units) for moment in self.moments))
 
     def tokens_that_fit(self, memory_bytes: int) -> int:
-        """Return the largest number of tokens in one micro-batch, all of them sampled. 0 if the model itself
+        """Return the largest number of tokens in one micro-batch, all of them sampled; 0 if the model itself
         does not fit."""
         most = max(0, int((memory_bytes - self.state) / self.activations_per_token)) * self.sequence
         return bisect_right(range(1, most + 1), memory_bytes, key=self.peak)
@@ -341,8 +342,8 @@ def rank_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
 def _frozen_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
     """Compute the memory of a model that only has passes without gradients.
 
-    Per token, a block has its input, sums and norms of that width. Its widest part also has the activated
-    gate, up and their product."""
+    Per token, a block needs its input, and sums and norms of the same width. The widest part of the block
+    also needs the activated gate, the up-projection and their product."""
     tensors = [*model.root.values(), *(s for block in model.blocks for s in block.parameters.values())]
     c, working = options.compute_bytes, _gathered(model, options)
     numbers = _sharded(tensors, options)
@@ -376,8 +377,8 @@ def planned(
     read: ReadShapes,
     memory_of: Callable[[ModelShape, MemoryOptions], RankMemory],
 ) -> tuple[dict[str, ModelShape], RankMemory]:
-    """Return the models of a job by name, and their memory on one rank. It is the state of all models plus
-    the largest pass of any of them. Raises `ValueError` if a model has no decoder blocks."""
+    """Return the models of a job by name, and their memory on one rank. This memory is the state of all
+    models plus the largest pass of any of them. Raises `ValueError` if a model has no decoder blocks."""
     options = options_of(trainer)
     shapes = {name: shape_of(*read(use.folder), use.head) for name, use in models.items()}
     each = [memory_of(shapes[name], options.of(name, use)) for name, use in models.items()]
@@ -484,7 +485,7 @@ def block_activations(block: DecoderBlock, hidden: int, options: MemoryOptions) 
     - A norm of n numbers keeps its input in fp32 and the normalised numbers. The linear layers after it share
       one input.
     - Attention keeps queries, keys and values (after the rotation, whose factors need no gradient) and a
-      log-sum per head. It keeps its output twice, once packed again for the next layer.
+      log-sum per head. Attention keeps its output twice: as computed, and packed again for the next layer.
     - A gated layer of width w keeps gate, up, the activated gate and their product.
     - An expert adds its input and its output, because the router's weight multiplies the output.
     - A frozen norm keeps only its input. An adapter keeps the output of A."""

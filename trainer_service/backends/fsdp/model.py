@@ -1,7 +1,8 @@
 """One model of the back end on a rank: its module and the changes to it.
 
-A trained model has AdamW on the rank's own shards, with its own schedule and clipping. A model that follows
-another has its shards moved. A frozen model has neither, and its weights have the dtype of the computation.
+A trained model has AdamW on the rank's own shards, with its own schedule and clipping. The shards of a model
+that follows another are moved towards the shards of the other model. The weights of a frozen model never
+change and have the dtype of the computation.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ class HeldModel(ChangingModel):
 
     @property
     def state(self) -> Kinds:
-        """This rank's tensors for a checkpoint. Copies of a shard are equal, so only the first has some."""
+        """This rank's tensors for a checkpoint. All copies of a shard are equal, so only ranks of the first
+        copy return tensors."""
         moments = self._adamw.moments() if self._adamw is not None else {}
         return self._kinds(moments) if self._is_first_copy else {}
 

@@ -3,9 +3,10 @@
 AdamW is elementwise, so it runs on plain local tensors. The results are the same as with DTensors, without a
 DTensor dispatch for every operation.
 
-Only the two moments are offloaded to host memory: 8 of the 12 bytes per parameter besides its gradient. The
-fp32 weights stay on the device, because every pass gathers from them. An update moves at most
-`STREAMED_BYTES` of moments to the device at a time and back. The arithmetic is the same in both modes.
+Only the two moments are offloaded to host memory. They take 8 of the 12 bytes that each parameter needs
+besides its gradient. The fp32 weights stay on the device, because every pass gathers from them. An update
+moves the moments to the device and back, at most `STREAMED_BYTES` at a time. The arithmetic is the same in
+both modes.
 """
 
 from __future__ import annotations

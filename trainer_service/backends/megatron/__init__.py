@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainer_service.ranks import Ranks
 
 SECTIONS = {"ref": "reference", "process": "process_reward"}
-"""Sections of `trainer` for models whose section has another name."""
+"""Model -> its section of `trainer`, if the section has another name than the model."""
 
 
 class Megatron:
@@ -40,8 +40,8 @@ class Megatron:
         inputs of each layer. `selective` recomputes only attention."""
         virtual_stages: int = Field(default=1, ge=1)
         """Number of stages on each of the `trainer.parallel.pipeline` ranks. The stages of a rank are far
-        apart in the model. With more stages, less time is lost at the ends of a step, but more data is
-        exchanged."""
+        apart in the model. With more stages, less time is lost while the pipeline fills and drains, but more
+        data is exchanged."""
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
         """Yield the settings with which the back end cannot run, or would silently compute wrong results."""

@@ -126,7 +126,8 @@ def reasons_against(
     """Yield (field of the job file, problem, fix) for every reason why the back end would not compute the
     same as the model.
 
-    `config` is a `config.json` that `Dimensions.of` can read. Fields are below `trainer`, or `model`."""
+    `config` is a `config.json` that `Dimensions.of` can read. A field is either `model` or a field of
+    `trainer`."""
     found = Dimensions.of(config)
     stages = grid.pipeline * virtual_stages
     if config.get("use_sliding_window") or (config.get("layer_types") or []).count("sliding_attention"):

@@ -51,7 +51,7 @@ class PackedPass:
     thd: PackedSeqParams | None = None
     """Description of the pack for a kernel of packed rows."""
     qkv_format: str = "packed"
-    """Name of the layout for Megatron; none of its own layouts has it."""
+    """Name of the pack's layout, for Megatron. None of Megatron's own layouts has this name."""
 
 
 def padded(batch: MicroBatch, multiple: int) -> MicroBatch:

@@ -10,8 +10,8 @@ The bytes of a number in `trainer.dtype` are c.
   as much as main copies.
 - Activations of a layer are those on one rank (`fsdp/memory.py`), divided by t: sequence parallelism divides
   the activations that tensor parallelism does not (Korthikanti et al., arXiv:2205.05198 section 4.2). The
-  first of p stages keeps them for p micro-batches at once, or with interleaving for p (1 + (p - 1) / (p v)),
-  for L / p layers each (Narayanan et al., arXiv:2104.04473 section 2.2).
+  first of p stages keeps the activations of its L / p layers for p micro-batches at once. With interleaving,
+  it keeps them for p (1 + (p - 1) / (p v)) micro-batches (Narayanan et al., arXiv:2104.04473 section 2.2).
 - The head is on the last stage. It has tiles of logits and the gradient of the output layer, c V H / t. It
   also has the hidden states of all tokens of all tensor ranks.
 """

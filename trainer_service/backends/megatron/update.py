@@ -1,7 +1,8 @@
 """Distributed optimizer of a model: Megatron-Core's AdamW, with a range of every parameter on each data rank.
 
-A rank updates a range of each parameter's flattened elements, in fp32. If the parameter is fp32, the range is
-its own memory, otherwise a main copy. Checkpoints contain these ranges.
+A rank updates a range of each parameter's flattened elements, in fp32. If the parameter is fp32, the rank
+updates the parameter's own memory; otherwise it updates a separate copy in fp32 (main copy). Checkpoints
+contain these ranges.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class MegatronAdamW:
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 
     def owned(self, parameter: nn.Parameter) -> OwnedRange | None:
-        """Return this rank's range of a parameter of the stages; None if it has none."""
+        """Return the range of a stage's parameter that this rank updates; None if it updates no part of the
+        parameter."""
         for part in self._parts:
             if parameter in getattr(part, "model_param_gbuf_map", ()):
                 where = part._get_model_param_range_map(parameter)["param"]
@@ -114,7 +116,8 @@ class MegatronAdamW:
 
     @torch.no_grad()
     def take_weights(self, tensors: Iterator[tuple[nn.Parameter, Tensor]]) -> None:
-        """Set each parameter to its whole fp32 value, and this rank's main range to its part of it."""
+        """Set each parameter to its whole fp32 value, and this rank's main range to the part of this value
+        that the range covers."""
         for parameter, whole in tensors:
             parameter.data.copy_(whole)
             if (owned := self.owned(parameter)) is not None:

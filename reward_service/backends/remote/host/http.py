@@ -38,7 +38,7 @@ BUSY_REST_MS = 1000
 def http_socket(address: str, token: str) -> socket.socket:
     """Return a listening socket at `host:port`. Port 0 picks a free one.
 
-    Raises `EndpointError`. One reason is an address that other machines can reach while no token is set.
+    Raises `EndpointError`, among other reasons if other machines can reach the address and no token is set.
     """
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")

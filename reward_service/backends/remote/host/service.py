@@ -2,11 +2,11 @@
 
 The server's own process reads what a reward's file declares without executing the file.
 
-Promises: an accepted request is answered within its deadline, with one verdict for each input. An input
-without a verdict by then gets an error that says so. The error is not a timeout, because scoring of the input
-may never have begun. Work in progress is bounded: a request is refused as `busy` if more than `max_waiting`
-inputs would wait, or if its turn would come too late. The refusal says when to retry. No request gets the
-verdicts of another.
+Promises: an accepted request is answered within its deadline, with one verdict for each input. An input that
+has no verdict at the deadline gets an error of the kind `NOT_RUN`. This is not a timeout, because the scoring
+of the input may never have begun. Work in progress is bounded: a request is refused as `busy` if more than
+`max_waiting` inputs would wait, or if its turn would come too late. The refusal says when to retry. A request
+never gets the verdicts of another request.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ServedReward(NamedTuple):
 
     name: str
     spec: RewardSpec
-    """Data to load the reward, with its arguments and the deadline of a call."""
+    """The data from which the reward is loaded, with its arguments and the deadline of a call."""
     wants: tuple[Extra, ...] = ()
 
     def info(self) -> RewardInfo:
