@@ -26,8 +26,7 @@ class KlSection(Section):
     target: float | None = Field(default=None, gt=0)
     """Target divergence per token, in nats. The coefficient adapts to reach it."""
     horizon_steps: float = Field(default=10.0, ge=1)
-    """Steps over which the coefficient adapts. Its relative change per step is (measured / target − 1),
-    clipped to ±0.2, divided by this number."""
+    """Steps over which the coefficient adapts (docs/objectives.md#kl-entropy-and-normalisers)."""
 
 
 class ReferenceSection(Section):
