@@ -52,9 +52,9 @@ class WeightsSection(Section):
     """Full snapshots, or lossless deltas. `auto` is `delta` on `zmq`, and on `nccl` between hosts; otherwise
     `full`."""
     delta_below: float = Field(default=0.5, gt=0, le=1)
-    """Largest delta, as a share of the full snapshot."""
+    """Maximum size of a delta, as a share of the full snapshot."""
     keep: int = Field(default=1, ge=1, le=10_000)
-    """Newest snapshots to keep, in addition to all that are still needed."""
+    """Number of newest snapshots to keep, in addition to all that are still needed."""
 
 
 class ShapeSection(Section):
@@ -92,8 +92,8 @@ class CheckpointSection(Section):
     """Steps between checkpoints. The last step writes a checkpoint too. `auto` spends at most 1 % of the
     trainer's time, with at most 50 steps between two checkpoints."""
     in_memory: bool = True
-    """Also keep the state in shared memory, if twice its size is free. A crash of the trainer then loses only
-    one step."""
+    """Also keep the state in shared memory, if there is room for two copies. A crash of the trainer then
+    loses only one step."""
     keep: int = Field(default=2, ge=1, le=10_000)
     """Number of newest checkpoints to keep."""
     keep_best: int = Field(default=0, ge=0, le=10_000)
@@ -118,9 +118,9 @@ class EvaluationSection(Section):
     every_steps: int = Field(default=25, ge=1)
     """Steps between evaluations. The first and the last version are always evaluated."""
     engine: str = "same"
-    """Engine as in `rollout.engine`; `same` uses the rollout's kind."""
+    """Kind of engine, as in `rollout.engine`; `same` takes the rollout's kind."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the engine. For the rollout's kind, the default is `rollout.engine_args`."""
+    """Arguments of the engine. If its kind is the rollout's, the default is `rollout.engine_args`."""
     device: str | None = Field(default=None, pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """`cpu`, `cuda` (the GPU after the rollout's) or `cuda:N`; null means `rollout.device`."""
     server: ServerSection = ServerSection()
@@ -155,7 +155,7 @@ class ObserveSection(Section):
     metrics_port: int = Field(default=0, ge=0, le=65_000)
     """First of consecutive Prometheus ports; 0 picks free ports."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest severity to log."""
+    """Minimum severity to log."""
     event_log: bool = False
     """Append all events to `events/`, for tests (slow)."""
     stall_s: float = Field(default=30.0, gt=0)
@@ -172,21 +172,21 @@ class SupervisorSection(Section):
     """Start and restart of the services."""
 
     ready_s: float = Field(default=300.0, gt=0)
-    """Longest startup of a service, in seconds. For a server, `rollout.server.ready_s` is added."""
+    """Maximum startup time of a service, in seconds. For a server, `rollout.server.ready_s` is added."""
     restarts: int = Field(default=5, ge=0, le=1_000_000)
     """Maximum restarts of a service within `window_s`. One more exit ends the job, which can be resumed."""
     window_s: float = Field(default=300.0, gt=0)
-    """Seconds until an exit is forgotten."""
+    """Seconds after which an exit no longer counts."""
     first_pause_s: float = Field(default=0.5, ge=0)
     """Seconds before restarting a service that served less than 10 s. The pause doubles with each consecutive
     restart."""
     longest_pause_s: float = Field(default=30.0, ge=0)
-    """Longest pause before a restart, in seconds."""
+    """Maximum pause before a restart, in seconds."""
     hang_s: float = Field(default=60.0, ge=5)
     """Seconds without a heartbeat until a process is killed and restarted."""
     spare_after_s: float | None = Field(default=30.0, ge=0)
-    """Seconds of serving until one spare process per trainer rank starts (about 0.4 GB each); null means
-    no spares."""
+    """Seconds of normal operation before spare processes start, one per trainer rank (about 0.4 GB each);
+    null means no spares."""
 
     def restart_policy(self) -> RestartPolicy:
         """Return the restart policy of the services."""
@@ -201,7 +201,7 @@ class OvertakenSection(Section):
     """Handling of unfinished groups that would be too stale one step later: `wait` delays the step for them,
     `drop` drops them, and `mask` trains them later without their stale tokens."""
     limit_s: float = Field(default=60.0, gt=0)
-    """Longest wait, in seconds. After it the groups are dropped."""
+    """Maximum wait, in seconds. Then the groups are dropped."""
 
 
 class RedisLoginSection(Section):
@@ -245,34 +245,37 @@ class BufferSection(Section):
     redis_login: RedisLoginSection = RedisLoginSection()
     redis_tls: RedisTlsSection = RedisTlsSection()
     durability: Literal["memory", "everysec", "always"] = "everysec"
-    """Failures that acknowledged episodes survive. `memory`: the death of every process except Redis.
-    `everysec`: also the death of Redis; a failure of the machine loses up to two seconds. `always`: also a
-    failure of the machine."""
+    """Protection of stored episodes. With `memory` they survive the death of every process except Redis. With
+    `everysec` they survive that of Redis too, but a failure of the machine loses up to two seconds. With
+    `always` they survive both."""
     max_staleness: int = Field(default=4, ge=0, le=10_000)
-    """η: largest staleness of a trained token, in steps; 0 is synchronous."""
+    """η: maximum age, in steps, of the weights that sampled a trained token; 0 is synchronous."""
     batch_groups: int = Field(default=16, ge=1, le=1_000_000)
     """B: groups per step."""
     pacing: Literal["fresh", "full"] = "fresh"
-    """Groups generated ahead: enough for the trainer (`fresh`), or all that η allows (`full`)."""
+    """Number of groups generated ahead: enough for the trainer (`fresh`), or all that η allows (`full`)."""
     sampling: Literal["fifo", "freshest", "priority"] = "fifo"
-    """Scored groups to train first: oldest (`fifo`), `freshest`, or highest `priority`. Groups that are about
-    to become too stale come before them."""
+    """Order of training: oldest group first (`fifo`), `freshest` first, or highest `priority` first. Groups
+    that are about to become too stale always come first."""
     priority: Literal["reward_variance", "advantage"] = "reward_variance"
-    """Priority of a group: the variance of its rewards, or their mean absolute deviation (`advantage`)."""
+    """Priority of a group: variance (`reward_variance`) or mean absolute deviation (`advantage`) of its
+    rewards."""
     max_reuse: int = Field(default=1, ge=1, le=10_000)
     """Maximum number of steps that use the same group."""
     on_overtaken: OvertakenSection = OvertakenSection()
     on_abandoned: Literal["train", "drop"] = "train"
-    """Handling of groups from versions that a restarted trainer did not reproduce exactly."""
+    """Handling of old groups if a restarted trainer repeats steps and gets different weights: `train` or
+    `drop` the groups that the previous weights sampled (see
+    docs/recovery.md#steps-that-are-trained-again)."""
     group: GroupSection = GroupSection()
     dynamic_filtering: bool = False
     """Replace groups in which all rewards are equal."""
     lease_s: float = Field(default=30.0, gt=0)
-    """Seconds without a heartbeat until a worker loses its groups."""
+    """Seconds without a heartbeat until a worker loses its leases."""
     max_groups: int = Field(default=4096, ge=1, le=100_000_000)
-    """Maximum groups held at one time, from first lease to checkpoint."""
+    """Maximum groups in the buffer, where a group stays from its first lease to a checkpoint."""
     max_bytes: int = Field(default=1 << 30, ge=1 << 20, le=1 << 50)
-    """Maximum bytes of episodes held at one time."""
+    """Maximum bytes of episodes in the buffer."""
 
 
 class OptimizerSection(Section):
@@ -283,7 +286,7 @@ class OptimizerSection(Section):
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay rates of the gradient's two running moments."""
     eps: float = Field(default=1e-8, gt=0)
-    """Constant added to the second moment's root."""
+    """Constant added to the second moment's square root."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -291,7 +294,7 @@ class OptimizerSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up."""
     final_lr_share: float = Field(default=0.0, ge=0, le=1)
-    """Final share of `lr` under `linear` and `cosine`."""
+    """Final learning rate of `linear` and `cosine`, as a share of `lr`."""
     clip_grad_norm: float = Field(default=1.0, gt=0)
     """Gradient norm to clip at."""
 
@@ -316,7 +319,7 @@ class CriticSection(Section):
     coefficient: float = Field(default=0.5, gt=0)
     """Weight of the value loss if `kind` is `head`."""
     clip: float | None = Field(default=0.2, gt=0)
-    """Largest change of a value per step; null means no limit."""
+    """Maximum change of a predicted value per step; null means no limit."""
     warmup_steps: int = Field(default=0, ge=0)
     """Initial steps that train only the critic."""
 
@@ -330,7 +333,7 @@ class ProcessRewardSection(Section):
     optimizer: OptimizerSection = OptimizerSection()
     """Optimizer, with one update per step."""
     beta: float = Field(default=0.05, gt=0)
-    """Scale of the log-prob difference in the loss."""
+    """Factor of the log-prob difference from the reference in the loss."""
     balanced: bool = True
     """Give successes and failures equal weight in each step."""
 
@@ -339,9 +342,9 @@ class LoraSection(Section):
     """Low-rank adapters (LoRA), trained and published instead of the weights (see docs/trainer.md)."""
 
     rank: int = Field(default=0, ge=0, le=4096)
-    """Rank of the adapters; 0 trains the weights instead."""
+    """Rank of the adapters; 0 trains all weights instead."""
     alpha: float = Field(default=32.0, gt=0)
-    """Scale of the adapters, divided by `rank`."""
+    """Scale: the adapters' output is multiplied by `alpha` / `rank`."""
     targets: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Layers to adapt, such as `q_proj`. Empty means all linear layers except the output."""
 
@@ -351,11 +354,11 @@ class SelfCheckSection(Section):
     docs/trainer.md)."""
 
     bound: float | None = Field(default=None, gt=0)
-    """Largest 99.9 % quantile of log-prob differences, in nats. All other bounds scale with this bound. Null
-    means the built-in table."""
+    """Limit, in nats, on the 99.9 % quantile of the log-prob differences between engine and trainer. The
+    other limits scale with it. Null means the table in docs/trainer.md#self-check."""
     action: Literal["stop", "warn"] = "stop"
-    """Action if a difference exceeds its bound. Without `bound`, it is always `warn` for an engine or dtype
-    that the built-in table lacks."""
+    """Action if a quantile exceeds its limit. For an engine or dtype that the table lacks, the action is
+    always `warn`, unless `bound` is set."""
 
 
 class ParallelSection(Section):
@@ -372,7 +375,7 @@ class ParallelSection(Section):
     pipeline: Size = 1
     """Stages of neighbouring layers."""
     expert: Size = 1
-    """Ranks of `shard` that split a mixture's experts."""
+    """Ranks that share out the experts of each mixture layer; a divisor of `data` × `shard`."""
 
 
 class TrainerSection(Section):
@@ -384,9 +387,9 @@ class TrainerSection(Section):
     """Training processes, on `cuda` one per GPU. They restart together."""
     parallel: ParallelSection = ParallelSection()
     hang_s: float | None = Field(default=None, ge=5)
-    """`supervisor.hang_s` for the trainer's processes."""
+    """Value of `supervisor.hang_s` for the trainer's processes; null means the same value."""
     collective_s: float = Field(default=600.0, ge=5)
-    """Longest wait between ranks, in seconds. After it the trainer restarts from its checkpoint."""
+    """Maximum wait of ranks for each other, in seconds. Then the trainer restarts from its checkpoint."""
     steps: int = Field(default=100, ge=1, le=100_000_000)
     """Number of steps. Each step trains one batch and publishes one version."""
     minibatches: int = Field(default=1, ge=1, le=1_000_000)
@@ -419,7 +422,7 @@ class JobConfig(Section):
     """Name of the job and its folder: at most 48 lower-case letters, digits, `-` and `_`."""
     kind: Kind = "rl"
     """`rl` trains on rewards. Other kinds train on files: `sft` on answers, `preference` on preferred
-    answers, `reward_model` to score answers."""
+    answers. `reward_model` trains a model that scores answers."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of task order and sampling."""
     run_dir: Annotated[Path, *FETCHED] = Path("runs")

@@ -16,7 +16,7 @@ class KlSection(Section):
     is d, `k2` is d²/2 and `k3` is e^−d − 1 + d."""
 
     coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the penalty; 0 disables it."""
+    """Weight of the KL penalty (divergence from `trainer.reference`); 0 disables it."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the divergence."""
     place: Literal["loss", "reward"] = "loss"
@@ -35,9 +35,9 @@ class ReferenceSection(Section):
     model: Annotated[Path | None, *FETCHED] = None
     """Hugging Face directory; null means the job's model."""
     every_steps: int = Field(default=0, ge=0)
-    """Steps between updates towards the policy; 0 keeps the reference fixed."""
+    """Steps between updates that move the reference towards the policy; 0 keeps it fixed."""
     share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the distance per update; 1 copies the policy."""
+    """Share of the distance to the policy that one update covers; 1 copies the policy."""
 
 
 class TeacherSection(Section):
@@ -104,6 +104,7 @@ class ObjectiveSection(Section):
     on_nothing_to_learn: Literal["skip", "stop"] = "skip"
     """Action on a step without a gradient: `skip` the update, or `stop` the job."""
     ess_floor: float = Field(default=0.2, ge=0, le=1)
-    """Least effective share of samples, (Σw)² / (NΣw²). A warning appears if the share is lower."""
+    """Limit below which the effective share of samples, (Σw)² / (NΣw²) with the correction's weights w,
+    causes a warning."""
     ess_patience: int = Field(default=10, ge=1)
     """Consecutive steps below `ess_floor` before the warning."""

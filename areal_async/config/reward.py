@@ -18,8 +18,8 @@ class PolicySection(Section):
     retries: int = Field(default=1, ge=0, le=1000)
     """Retries before the verdict counts."""
     then: Literal["drop_group", "mask", "fail_job"] = "drop_group"
-    """Action: `drop_group`; `mask` the episode if at least `reward.min_scored` scored episodes remain; or
-    `fail_job`."""
+    """Action: `drop_group` drops the group, `fail_job` ends the job. `mask` leaves out the episode, or drops
+    the group if fewer than `reward.min_scored` scores remain."""
 
 
 class AbstainSection(PolicySection):
@@ -33,9 +33,10 @@ class FaultSection(Section):
     """Score of answers at fault: they cannot be judged, such as an answer too long for the judge."""
 
     score: float = Field(default=0.0, allow_inf_nan=False)
-    """Score of an answer at fault. It must not exceed the reward's lowest score."""
+    """Score of an answer at fault, which makes its own scoring or agent fail (see
+    docs/rewards.md#whose-fault-it-is). It must not exceed the reward's lowest score."""
     end_after: int = Field(default=64, ge=0, le=1_000_000)
-    """Number of answers at fault that ends the job if none was judged before; 0 disables this."""
+    """Number of answers at the start of a run that end the job if all are at fault; 0 disables this."""
 
 
 class RouteSection(Section):
@@ -82,4 +83,4 @@ class RewardSection(Section):
     on_fault: FaultSection = FaultSection()
     """Score of answers at fault."""
     min_scored: int = Field(default=2, ge=1)
-    """Minimum scored episodes that a group must keep after `mask`."""
+    """Minimum scored episodes that must remain in a group after `mask`."""

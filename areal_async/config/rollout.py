@@ -41,24 +41,24 @@ class ServerSection(Section):
     """Flags of the server without their leading dashes: `{mem-fraction-static: 0.8}`. true passes the flag
     without a value; false and null remove a default."""
     ready_s: float = Field(default=900.0, gt=0)
-    """Longest startup, in seconds."""
+    """Maximum startup time, in seconds."""
 
 
 class GatewaySection(Section):
     """Gateway of workflows that open `ctx.gateway()`. It listens from the first such call on."""
 
     host: str = "loopback"
-    """Address for agents: `loopback`, `host` (for other hosts) or an IP address. Callers need the key of an
-    open episode. Traffic is unencrypted."""
+    """Address for agents: `loopback`, `host` (this host's address, for agents on other hosts) or an IP
+    address. Calls need the API key that each episode gets. Traffic is unencrypted."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the first worker. Further workers use the next ports. 0 picks free ports."""
     sampling: Literal["agent", "job"] = "agent"
-    """Source of temperature, top_p and top_k: the `agent`'s call, or the `job` (`rollout.sampling`). With
-    `agent`, a call is refused if answers with its values cannot be trained on."""
+    """Source of temperature, top_p and top_k: the `agent`'s call, or the `job` (`rollout.sampling`). In
+    training, `agent` refuses calls with temperature 0, top_p below 1 or top_k above 0."""
     tool_format: Literal["auto", "hermes", "xml", "llama", "none"] = "auto"
     """Format of tool calls; `auto` reads the chat template."""
     max_calls: int = Field(default=32, ge=1, le=65_536)
-    """Maximum calls in flight per session. Further calls are refused (429)."""
+    """Maximum calls in flight per episode. Further calls are refused (429)."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024, le=1 << 31)
     """Maximum bytes of a request. Longer requests are refused (413)."""
     call_timeout_s: float = Field(default=600.0, gt=0)
@@ -89,12 +89,13 @@ class RolloutSection(Section):
     group_size: int = Field(default=8, ge=1, le=65_536)
     """Episodes per task."""
     greedy_baseline: bool = False
-    """Sample each group's first episode greedily, as an untrained baseline (`remax`)."""
+    """Sample each group's first episode greedily. It is the baseline of the advantage `remax` and is not
+    trained."""
     max_concurrent: int = Field(default=64, ge=1, le=1_000_000)
     """Maximum episodes in flight per engine. It must be at least `group_size`."""
     episode_timeout_s: float | None = Field(default=None, gt=0)
-    """Timeout of an episode, in seconds. After this time the sample is returned to the buffer. In an
-    evaluation it counts as unscored."""
+    """Timeout of an episode, in seconds. Then the worker returns the sample to the buffer; an evaluation
+    counts it as unscored."""
     stuck_s: float = Field(default=300.0, gt=0)
     """Seconds without a token after which an engine with requests counts as dead (see docs/engines.md for
     SGLang)."""
@@ -107,8 +108,8 @@ class RolloutSection(Section):
     """Arguments of the workflow."""
     gateway: GatewaySection = GatewaySection()
     update_mode: Literal["recompute", "keep", "session"] = "recompute"
-    """KV at a weight update: `recompute` it (exact), `keep` it until the request ends (approximate), or until
-    the episode ends (`session`; approximate, servers only)."""
+    """KV cache at a weight update: `recompute` it (exact), `keep` it until the request ends, or keep it until
+    the episode ends (`session`, servers only). The last two are approximate."""
     routes: Literal["auto", "replay", "off"] = "auto"
     """Expert routing in the trainer: `replay` the engine's routes, or `off`. `auto` replays them if possible
     (see docs/trainer.md#mixtures-of-experts)."""

@@ -19,10 +19,10 @@ class FileTraining(Section):
     batch_size: int = Field(default=64, ge=1, le=1_000_000)
     """Examples per optimizer step."""
     evaluate_every: int = Field(default=25, ge=1)
-    """Steps between held-out measurements. The interval is 8 times longer while accuracy is below half of the
-    lower end of `stop_between`."""
+    """Steps between held-out measurements. While accuracy is below `low` / 2 (see `stop_between`), the
+    interval is 8 times longer."""
     stop_between: tuple[Accuracy, Accuracy] | None = None
-    """Held-out accuracy range that ends the job."""
+    """Range `[low, high]`. The job ends when held-out accuracy is within it."""
     max_tokens: int | None = Field(default=None, ge=2)
     """Maximum tokens of a text; longer examples are skipped."""
 
@@ -34,7 +34,8 @@ class SftSection(FileTraining):
     train_on: Literal["all", "last"] = "all"
     """Assistant turns that are learned in a chat."""
     normaliser: Literal["token", "sequence"] = "token"
-    """Mean over the step's tokens (`token`), or over token means of examples (`sequence`)."""
+    """Weight of a token in the loss: the same for all tokens (`token`), or such that all examples count
+    equally (`sequence`)."""
 
 
 class PreferenceSection(FileTraining):

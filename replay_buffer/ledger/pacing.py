@@ -106,7 +106,7 @@ def enough(
 
 
 def anew(pace: Pace) -> Pace:
-    """Return the pace for a resumed trainer. The trainer's first wait does not count."""
+    """Return the pace for a resumed trainer. Its first wait for a batch does not enter the mean `waited`."""
     return replace(pace, waits_for=-1, supplied=-1, held_back=-1, lately=0.0, spares=())
 
 

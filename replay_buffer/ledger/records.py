@@ -316,7 +316,7 @@ class Attempt(LedgerRecord, frozen=True, array_like=True, gc=False):
 
 
 class Streak(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """Failed tries of one kind since the last success (`transaction.py`)."""
+    """Consecutive failed leases, failed verdicts, or answers at fault, since the last success."""
 
     succeeded: bool = False
     """Whether a try has succeeded since the job was started, or resumed after a failure."""

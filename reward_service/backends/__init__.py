@@ -75,7 +75,7 @@ class ScoringBackend(Protocol):
 class BackendReward:
     """A reward that is not computed in the pool: its declaration, with its arguments and its scorer.
 
-    Subclasses are parts of the job file. The implementation is imported only in processes that score
+    Job files name subclasses in `reward.name`. The implementation is imported only in processes that score
     episodes.
     """
 

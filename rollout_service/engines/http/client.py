@@ -140,8 +140,8 @@ class ServerClient:
     async def post(
         self, path: str, body: Any, answer: type[T], *, timeout_s: float | None = CONTROL_TIMEOUT_S
     ) -> T:
-        """POST `body` and return the decoded answer. Raises `EngineLost`, `RequestError` for 4xx, and
-        `EngineError` for other statuses."""
+        """POST `body` and return the decoded answer. Raises `RequestError` for status 4xx, `EngineError` for
+        other errors of the answer, and `EngineLost` if there is none."""
         status, content = await self.request("POST", path, body, timeout_s=timeout_s)
         return self._decoded(path, status, content, answer)
 
