@@ -245,9 +245,8 @@ class BufferSection(Section):
     redis_login: RedisLoginSection = RedisLoginSection()
     redis_tls: RedisTlsSection = RedisTlsSection()
     durability: Literal["memory", "everysec", "always"] = "everysec"
-    """Protection of stored episodes. With `memory` they survive the death of every process except Redis. With
-    `everysec` they survive that of Redis too, but a failure of the machine loses up to two seconds. With
-    `always` they survive both."""
+    """Protection of stored episodes: none beyond Redis's memory (`memory`), or a sync to disk every second
+    (`everysec`) or at each write (`always`). See docs/buffer.md#durability."""
     max_staleness: int = Field(default=4, ge=0, le=10_000)
     """η: maximum age, in steps, of the weights that sampled a trained token; 0 is synchronous."""
     batch_groups: int = Field(default=16, ge=1, le=1_000_000)
@@ -264,8 +263,7 @@ class BufferSection(Section):
     """Maximum number of steps that use the same group."""
     on_overtaken: OvertakenSection = OvertakenSection()
     on_abandoned: Literal["train", "drop"] = "train"
-    """Handling of old groups if a restarted trainer repeats steps and gets different weights: `train` or
-    `drop` the groups that the previous weights sampled (see
+    """Handling of existing groups if a restarted trainer repeats steps and gets different weights (see
     docs/recovery.md#steps-that-are-trained-again)."""
     group: GroupSection = GroupSection()
     dynamic_filtering: bool = False
@@ -421,8 +419,8 @@ class JobConfig(Section):
     job: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}$")
     """Name of the job and its folder: at most 48 lower-case letters, digits, `-` and `_`."""
     kind: Kind = "rl"
-    """`rl` trains on rewards. Other kinds train on files: `sft` on answers, `preference` on preferred
-    answers. `reward_model` trains a model that scores answers."""
+    """`rl` trains on rewards, `sft` on answers, `preference` on preferred answers. `reward_model` trains a
+    model that scores answers."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of task order and sampling."""
     run_dir: Annotated[Path, *FETCHED] = Path("runs")

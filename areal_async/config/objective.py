@@ -70,9 +70,9 @@ class ObjectiveSection(Section):
     advantage_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the advantage."""
     group_by: Literal["task", "task_agent", "task_agent_turn", "task_turn"] = "task"
-    """Unit to compare within a group. `task` compares whole episodes; `task_agent` compares one agent's part
-    of each episode. `task_agent_turn` compares one agent's rewards from a turn to the end of the episode;
-    `task_turn` does so for all agents together."""
+    """Unit to compare within a group: whole episodes (`task`), one agent's part of each (`task_agent`), or
+    turns: of one agent (`task_agent_turn`) or of all together (`task_turn`). See
+    docs/objectives.md#credit."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """Discount of rewards per turn, with `task_agent_turn` and `task_turn`."""
     loss: str = Field(default="ppo", min_length=1)

@@ -18,8 +18,8 @@ class PolicySection(Section):
     retries: int = Field(default=1, ge=0, le=1000)
     """Retries before the verdict counts."""
     then: Literal["drop_group", "mask", "fail_job"] = "drop_group"
-    """Action: `drop_group` drops the group, `fail_job` ends the job. `mask` leaves out the episode, or drops
-    the group if fewer than `reward.min_scored` scores remain."""
+    """Action: `drop_group`, `fail_job`, or `mask` (leave out the episode; drop the group if fewer than
+    `reward.min_scored` scores remain)."""
 
 
 class AbstainSection(PolicySection):

@@ -32,8 +32,8 @@ class ServerSection(Section):
     """Server of an engine other than `local`."""
 
     urls: tuple[str, ...] = ()
-    """Running servers (`http://host:port`), one per replica of each worker. They must have access to the
-    snapshots' folder."""
+    """Running servers (`http://host:port`), one per replica of each worker. They must be able to read the
+    run's weight snapshots."""
     environment: Path | None = None
     """Virtual environment of the server. The default is `$AREAL_ASYNC_ENGINES/<engine>`, or the environment
     of `make engines`."""
@@ -48,13 +48,13 @@ class GatewaySection(Section):
     """Gateway of workflows that open `ctx.gateway()`. It listens from the first such call on."""
 
     host: str = "loopback"
-    """Address for agents: `loopback`, `host` (this host's address, for agents on other hosts) or an IP
-    address. Calls need the API key that each episode gets. Traffic is unencrypted."""
+    """Address for agents: `loopback`, `host` (for agents on other hosts) or an IP address. Calls need the API
+    key of their episode. Traffic is unencrypted."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the first worker. Further workers use the next ports. 0 picks free ports."""
     sampling: Literal["agent", "job"] = "agent"
-    """Source of temperature, top_p and top_k: the `agent`'s call, or the `job` (`rollout.sampling`). In
-    training, `agent` refuses calls with temperature 0, top_p below 1 or top_k above 0."""
+    """Source of temperature, top_p and top_k: the `agent`'s call, or the `job` (`rollout.sampling`). With
+    `agent`, calls with values that training does not allow are refused."""
     tool_format: Literal["auto", "hermes", "xml", "llama", "none"] = "auto"
     """Format of tool calls; `auto` reads the chat template."""
     max_calls: int = Field(default=32, ge=1, le=65_536)

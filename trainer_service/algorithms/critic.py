@@ -1,4 +1,4 @@
-"""Training of the critic. It predicts the future reward at each unit: the column `value` of the unit table."""
+"""Training of the critic. Its predictions of future reward are the column `value` of the unit table."""
 
 from __future__ import annotations
 
