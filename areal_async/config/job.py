@@ -263,7 +263,7 @@ class BufferSection(Section):
     """Maximum number of steps that use the same group."""
     on_overtaken: OvertakenSection = OvertakenSection()
     on_abandoned: Literal["train", "drop"] = "train"
-    """Handling of existing groups if a restarted trainer repeats steps and gets different weights (see
+    """Handling of groups sampled before, if a restarted trainer repeats steps and gets different weights (see
     docs/recovery.md#steps-that-are-trained-again)."""
     group: GroupSection = GroupSection()
     dynamic_filtering: bool = False
@@ -373,7 +373,7 @@ class ParallelSection(Section):
     pipeline: Size = 1
     """Stages of neighbouring layers."""
     expert: Size = 1
-    """Ranks that share out the experts of each mixture layer; a divisor of `data` × `shard`."""
+    """Ranks among which a mixture's experts are divided; their number must divide `data` × `shard`."""
 
 
 class TrainerSection(Section):
@@ -385,13 +385,13 @@ class TrainerSection(Section):
     """Training processes, on `cuda` one per GPU. They restart together."""
     parallel: ParallelSection = ParallelSection()
     hang_s: float | None = Field(default=None, ge=5)
-    """Value of `supervisor.hang_s` for the trainer's processes; null means the same value."""
+    """Replacement for `supervisor.hang_s` in the trainer's processes."""
     collective_s: float = Field(default=600.0, ge=5)
     """Maximum wait of ranks for each other, in seconds. Then the trainer restarts from its checkpoint."""
     steps: int = Field(default=100, ge=1, le=100_000_000)
     """Number of steps. Each step trains one batch and publishes one version."""
     minibatches: int = Field(default=1, ge=1, le=1_000_000)
-    """Optimizer updates per step. A group is never split."""
+    """Optimizer updates per step. No group is split between updates."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Maximum tokens of one packed forward pass. A longer episode runs alone."""
     optimizer: OptimizerSection = OptimizerSection()

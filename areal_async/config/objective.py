@@ -20,7 +20,7 @@ class KlSection(Section):
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the divergence."""
     place: Literal["loss", "reward"] = "loss"
-    """Add the penalty to each token's `loss`, or subtract it from its `reward`."""
+    """Place of the penalty: added to each token's `loss`, or subtracted from the token's `reward`."""
     straight_through: bool = False
     """Use the gradient of `k2` in the loss."""
     target: float | None = Field(default=None, gt=0)
@@ -80,8 +80,8 @@ class ObjectiveSection(Section):
     loss_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the loss; `ppo` has `clip_low`, `clip_high` (0.2) and `dual_clip`."""
     correction: str = Field(default="decoupled", min_length=1)
-    """`decoupled` (weight exp(prox - behaviour)), `none`, another correction of docs/objectives.md, or your
-    own."""
+    """`decoupled` (weight: token probability at the step's start / at sampling), `none`, another correction
+    of docs/objectives.md, or your own."""
     correction_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the correction; `decoupled` truncates its weight at `cap` (5)."""
     prox: Literal["auto", "recompute", "reuse", "loglinear"] = "auto"
@@ -104,7 +104,7 @@ class ObjectiveSection(Section):
     on_nothing_to_learn: Literal["skip", "stop"] = "skip"
     """Action on a step without a gradient: `skip` the update, or `stop` the job."""
     ess_floor: float = Field(default=0.2, ge=0, le=1)
-    """Limit below which the effective share of samples, (Σw)² / (NΣw²) with the correction's weights w,
+    """Minimum effective share of samples, (Σw)² / (NΣw²) with the correction's weights w. A lower share
     causes a warning."""
     ess_patience: int = Field(default=10, ge=1)
     """Consecutive steps below `ess_floor` before the warning."""

@@ -47,7 +47,7 @@ class RouteSection(Section):
     ability: str = "*"
     """Pattern of the task's `ability`."""
     tag: str | None = None
-    """Pattern of `extra_info.tag`, or of one of its items."""
+    """Pattern of `extra_info.tag`; in a list, one item must match."""
     name: str
     """A built-in or installed reward, or `path.py:name`."""
     args: dict[str, Any] = Field(default_factory=dict)

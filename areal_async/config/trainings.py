@@ -19,8 +19,8 @@ class FileTraining(Section):
     batch_size: int = Field(default=64, ge=1, le=1_000_000)
     """Examples per optimizer step."""
     evaluate_every: int = Field(default=25, ge=1)
-    """Steps between held-out measurements; 8 times as many while accuracy is below `low` / 2 (see
-    `stop_between`)."""
+    """Steps between held-out measurements. The interval is 8 times longer while accuracy is below `low` / 2
+    of `stop_between`."""
     stop_between: tuple[Accuracy, Accuracy] | None = None
     """Range `[low, high]`. The job ends when held-out accuracy is within it."""
     max_tokens: int | None = Field(default=None, ge=2)
@@ -44,8 +44,8 @@ class PreferenceSection(FileTraining):
     answer."""
 
     loss: Literal["dpo", "ipo", "hinge", "orpo", "kto"] = "dpo"
-    """Loss. `kto` learns from single answers (columns `prompt`, `completion`, `label`), the others from pairs
-    (columns `chosen`, `rejected`). All except `orpo` use the initial model as reference."""
+    """Loss: `kto` for single answers (columns `prompt`, `completion`, `label`), the others for pairs (columns
+    `chosen`, `rejected`). All except `orpo` use the initial model as reference."""
     beta: float = Field(default=0.1, gt=0)
     """Strength of the penalty for the distance from the reference. With `orpo`, weight of the odds ratio."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
