@@ -373,7 +373,7 @@ class ParallelSection(Section):
     pipeline: Size = 1
     """Stages of neighbouring layers."""
     expert: Size = 1
-    """Ranks among which a mixture's experts are divided; their number must divide `data` × `shard`."""
+    """Ranks over which a mixture's experts are spread; a divisor of `data` × `shard`."""
 
 
 class TrainerSection(Section):

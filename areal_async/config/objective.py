@@ -80,8 +80,8 @@ class ObjectiveSection(Section):
     loss_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the loss; `ppo` has `clip_low`, `clip_high` (0.2) and `dual_clip`."""
     correction: str = Field(default="decoupled", min_length=1)
-    """`decoupled` (weight: token probability at the step's start / at sampling), `none`, another correction
-    of docs/objectives.md, or your own."""
+    """`decoupled` (weight: token probability at the step's start divided by that at sampling), `none`,
+    another correction of docs/objectives.md, or your own."""
     correction_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the correction; `decoupled` truncates its weight at `cap` (5)."""
     prox: Literal["auto", "recompute", "reuse", "loglinear"] = "auto"
