@@ -35,8 +35,8 @@ prometheus_client.disable_created_metrics()
 PATH = "/metrics"
 LIMITS = HttpLimits(connections=64, header_bytes=16 << 10, header_s=5.0, answer_s=30.0)
 other_hosts: list[Callable[[str], Awaitable[bytes]]] = []
-"""Function that reads the metrics of a process on another host, given its name. Set while a supervisor
-watches a run."""
+"""Function that reads the metrics of a process on another host, given the name of the process. Set while a
+supervisor watches a run."""
 _own_series = prometheus_client.make_asgi_app()
 
 

@@ -35,7 +35,7 @@ RUN_VARIABLE = "AREAL_ASYNC_RUN"
 READY_LINE_LIMIT_BYTES = 4096
 GUARD = Path(__file__).with_name("guard.py")
 INCURABLE_STATUS = 1
-"""Exit status that means: a restart would not help this service (see `runtime/service.py`)."""
+"""Exit status that means: a restart would not help this service (see `service/main.py`)."""
 MOST_FILES = 1 << 16  # most open files that a process allows itself
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 GONE_LIMIT_S = 10.0  # longest wait for a killed process, which a kernel call of a driver may block

@@ -204,8 +204,8 @@ class ControllerApi:
         return Response(msgspec.json.encode(found), media_type="application/json")
 
     def _targets_of(self, job: StoredJob) -> list[ScrapeTargets]:
-        """Return the metrics targets of a job, labelled with its name in the cluster. Empty until its
-        services run."""
+        """Return the metrics targets of a job, labelled with its name in the cluster. Empty until all
+        its services serve."""
         path = self._controller.folder(job).targets
         found = read_record(path, list[ScrapeTargets], max_bytes=BODY_BYTES) or []
         return [ScrapeTargets(each.targets, each.labels | {"job": job.name}) for each in found]

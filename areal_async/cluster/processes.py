@@ -75,8 +75,8 @@ class JobFolder:
         self.run_dir = self.path / "runs"
         self.run_folder = self.run_dir / name
         self.targets = self.run_dir / "prometheus" / f"{name}.json"
-        """File with the metrics addresses of the run. It exists while all services serve, until the run
-        ends."""
+        """File with the metrics addresses of the run. It exists from the time when all services
+        serve until the run ends."""
 
     def logs(self) -> dict[str, Path]:
         """Return the paths of the job's logs, by their names."""

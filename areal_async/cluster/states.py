@@ -26,7 +26,7 @@ STATES: tuple[State, ...] = ("PENDING", *ACTIVE, "PAUSED", *ENDED)
 
 
 class JobRefused(ArealError):
-    """The request is not possible in the job's present state, and had no effect."""
+    """The request is not possible at present, and had no effect."""
 
     exit_status = 2
 

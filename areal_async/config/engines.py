@@ -203,7 +203,11 @@ def find_engine_python(
 ) -> Path:
     """Return the Python that has the server `engine`. The environment is `configured`
     (rollout.server.environment), else `$AREAL_ASYNC_ENGINES/<engine>`, else `.engines/<engine>` in the
-    working folder or the project's folder. Raises `EngineMissing`."""
+    working folder or the project's folder. An engine of the user's (`path.py:name`) is only in `configured`.
+    Raises `EngineMissing`."""
+    if configured is None and ".py:" in engine:
+        fix = "Set rollout.server.environment to one, or rollout.server.urls to running servers"
+        raise EngineMissing(f"no Python environment is named for the server of {engine}. {fix}.")
     if configured is not None:
         places, named = [configured], "rollout.server.environment"
     elif variables.get(VARIABLE):

@@ -58,8 +58,8 @@ class Rules:
     lease_ms: int = 30_000
     claim_ms: int = 50_000  # A scorer without a heartbeat for this long loses its claims
     call_ms: int = 10_000
-    """Longest deadline of one scoring call, in ms. A claim ends after at most this time for each of its
-    episodes."""
+    """Longest deadline of one scoring call, in ms. A claim lasts at most this time for each of its
+    episodes, plus `claim_ms`."""
     on_timeout: VerdictPolicy = VerdictPolicy()
     on_error: VerdictPolicy = VerdictPolicy()
     on_abstain: VerdictPolicy = VerdictPolicy(retries=0)

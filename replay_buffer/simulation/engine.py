@@ -28,7 +28,7 @@ class SimulatedEngine:
     """Engine that samples for up to `slots` requests at once, one token each per pass. Other requests wait.
 
     A pass with n requests takes `pass_s + n · request_s`. In this time, every request advances by one token.
-    `_moved` is the number of tokens that a request would have that runs since time 0. This number grows
+    `_moved` is the number of tokens that a request would have if it had run since time 0. This number grows
     evenly between two changes of n, and stands still while the engine does other work.
 
     Prompts are computed in separate passes. One such pass takes all prompts that arrived during the pass

@@ -144,8 +144,8 @@ def _here(mistakes: Sequence[Mistake]) -> Iterator[Mistake]:
 def read_samples(tasks: Path, column: str, limit: int) -> tuple[list[AnswerSample], str]:
     """Return answers to at most `limit` tasks, drawn from the file at random, and the source of the answers.
 
-    The answers come from the column `response`, or if the file has none, from the ground truth. Raises
-    `SamplesError`, `TaskFileError`.
+    The answers come from `column`. If that is `response` and no task has one, they are the ground truths.
+    Raises `SamplesError`, `TaskFileError`.
     """
     table = read_tasks(tasks, extra=[column])
     rows = drawn(range(len(table)), limit)

@@ -3,8 +3,8 @@
 Promises:
 
 - A request goes to the replica with its prefix, or to another with room (`placement.py`). If no replica has
-  room, requests wait in the set. Requests of the oldest lease are placed first, and the engine orders its own
-  queue by the same priority. A request that is cancelled while it waits takes no place.
+  room, requests wait in the set. Requests of the oldest lease are placed first, and the engine gets their
+  priority with them. A request that is cancelled while it waits takes no place.
 - If an engine dies, or samples nothing for `stuck_s`, it is stopped. Another engine starts after the pause of
   the restart policy, with the newest snapshot. It serves only after it has the version that the set serves.
   If engines die more often than the policy allows, the set ends with the last error. For a server, the error

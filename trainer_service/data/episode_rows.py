@@ -122,7 +122,7 @@ def rows_of_episodes(
 
 
 def placed(found: TrainingRow, row: Row, episode: Episode) -> TrainingRow:
-    """Return the row `found`, which was cut from `row`, and add the places of its units."""
+    """Return the row `found`, which was cut from `row`, with the places of its units added."""
     path = np.asarray(row.path, np.int64)
     ends = np.cumsum(row.lengths)
     step = np.searchsorted(ends, found.position, side="right")

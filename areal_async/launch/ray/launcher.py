@@ -93,7 +93,7 @@ log = get_logger("launcher")
 
 
 class Cancelled(Exception):
-    """The run ends before the process has started."""
+    """The process must end before it has started."""
 
 
 @dataclass

@@ -70,7 +70,7 @@ class JudgeArguments(Section):
     expression's group, or the whole line if the expression has no group. If `parse` is empty and the servers
     accept a schema (`response_format`), the grade is a field of a JSON reply. If the servers accept no
     schema, the last line must be `Grade: <grade>`. The rest of the reply is ignored, but a reply with two
-    lines of this form has no grade."""
+    lines that match has no grade."""
     scale: Annotated[tuple[float, float], AfterValidator(_scale)] = (0.0, 10.0)
     """The grades that correspond to the rewards 0 and 1. Grades between these two are converted in
     proportion, and other grades are invalid. The first grade may be the larger one."""

@@ -222,7 +222,7 @@ def settings_of(
         mixture=replayed_mixture(job),
         must_route=rollout.routes == "replay",
         interface=interface_of(place.host.address) if place and job.weights.channel == "nccl" else "",
-        log_path=logs / f"{owner}-{rollout.engine}-{replica}.log",
+        log_path=logs / f"{owner}-{rollout.engine.rpartition(':')[2]}-{replica}.log",
     )
 
 

@@ -1,7 +1,7 @@
 """The server of an engine: start or attach, wait, watch, and end it with all its child processes.
 
 Promises: the server's process group is gone after `stop`, and after the death of this process for any reason
-(see `runtime/process.py`). If a server ends before it serves, or is not ready in time, `EngineError` shows
+(see `base/processes.py`). If a server ends before it serves, or is not ready in time, `EngineError` shows
 the last lines of its log. A server whose process has ended is dead immediately. A server whose process still
 runs, or that is attached, may only be slow. Such a server is treated as dead after several unanswered probes
 over a set time (`Patience`).

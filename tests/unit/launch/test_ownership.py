@@ -240,9 +240,9 @@ fill()
 assert digest_of([disk / "holes"]) != digest_of([disk / "whole"])
 """,
     "checkpoint": """
-from trainer_service.durable_files import hashed
+from trainer_service.durable_files import hashed_in
 fill()
-assert hashed(disk / "holes").size_bytes == 2 << 20
+assert hashed_in(disk, "holes").size_bytes == 2 << 20
 """,
     "pushed": """
 from areal_async.storage.transfer import _blake3

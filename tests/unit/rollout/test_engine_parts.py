@@ -209,6 +209,15 @@ def test_a_server_sees_its_own_gpus_alone_by_the_names_of_ours(tmp_path: Path, f
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
 
 
+def test_the_log_of_a_users_server_lies_among_the_logs_of_the_run(tmp_path: Path) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text("from rollout_service.engines.vllm import PART as MINE\n", encoding="utf-8")
+    ours = job(engine=f"{own}:MINE", server={"urls": ["http://127.0.0.1:1"]})
+    place = context_for_test(ours, tmp_path, "rollout", "rollout-0")
+    settings = settings_of(ours, slots=1, activity="rollout", place=place, replica=0)
+    assert settings.log_path == place.run_dir / "logs" / "rollout-0-MINE-0.log"
+
+
 def test_a_gpu_that_is_not_there_is_named_with_its_field(tmp_path: Path) -> None:
     third = job(device="cuda:2")
     with pytest.raises(EngineError, match=r"rollout\.device: cuda:2 .* needs 3, and 2 are visible"):

@@ -70,6 +70,10 @@ def test_the_environment_is_found_where_it_is_said_to_be(tmp_path: Path) -> None
         find_engine_python("vllm", variables=variables)
     with pytest.raises(EngineMissing, match=r"rollout\.server\.environment"):
         find_engine_python("sglang", tmp_path / "nowhere", variables=variables)
+    own = f"{tmp_path}/mine.py:SERVER"
+    assert find_engine_python(own, tmp_path / "named") == named
+    with pytest.raises(EngineMissing, match=r"SERVER.*rollout\.server\.environment.*rollout\.server\.urls"):
+        find_engine_python(own, variables=variables)
 
 
 def test_a_models_facts_are_read_from_its_files(tmp_path: Path) -> None:

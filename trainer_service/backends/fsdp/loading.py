@@ -62,7 +62,7 @@ class LoadedModel:
         """Return a second module with the same weights that computes in fp32.
 
         The probe uses this module. It has short attention windows, a value layer without zeros, and no
-        dropout. Only one block of it is in memory at a time."""
+        dropout. It shares the weights, and needs more memory for only one block at a time."""
         model = self.plan.plain(with_short_windows(self.module.config))
         self.plan.complete(model)
         _shard(model, ranks, torch.float32)
