@@ -268,8 +268,8 @@ def _sum(steps: Sequence[Record], name: str) -> float | None:
 
 
 def _mean(steps: Sequence[Record], name: str) -> float | None:
-    """Return the mean over episodes. If the steps do not have their numbers of episodes, return the mean over
-    steps."""
+    """Return the mean over episodes, or over steps if the records do not say how many episodes each step
+    had."""
     pairs = [(record[name], record.get("episodes") or 1) for record in steps if record.get(name) is not None]
     weight = sum(count for _, count in pairs)
     return round(sum(value * count for value, count in pairs) / weight, 4) if weight else None

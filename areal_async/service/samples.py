@@ -51,7 +51,7 @@ def sample_of(
     advantages: Mapping[int, float] | None = None,
     **said: Any,
 ) -> dict[str, Any]:
-    """Return the object of one line for an episode. `said` has further fields for it.
+    """Return the JSON object of an episode, one line of a samples file. `said` has further fields for it.
 
     `advantages` has the advantages of trained units, by their number in the episode. Units of a version below
     `lowest_version` are shown as masked."""

@@ -66,7 +66,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Box(msgspec.Struct, frozen=True):
     """The part of a tensor that a rank holds, described like a `TensorPiece` but without its data. `dtype` is
-    safetensors' name."""
+    the name of the dtype in safetensors' format."""
 
     name: str
     dtype: str

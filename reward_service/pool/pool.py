@@ -167,8 +167,8 @@ class WorkerPool:
         self.dispatch()
 
     def on_lost(self, slot: WorkerSlot, cause: str) -> None:
-        """Handle the end of a process, after its last report, and give the call that it was running its
-        verdicts."""
+        """Handle the end of a worker's process, after its last report. The call that the process was running
+        gets its verdicts."""
         unit, slot.running = slot.running, None
         if unit is not None:
             spec, elapsed_s = unit.reward.spec, time.monotonic() - unit.began_s

@@ -112,7 +112,7 @@ class SegmentTable:
 
     @property
     def sequence(self) -> Tensor:
-        """i64 [G]: number of the segment's (episode, agent) pair, in lexicographic order."""
+        """i64 [G], one value for each segment: index of its (episode, agent) pair among the sorted pairs."""
         return keys(self.episode, self.agent)
 
     def in_time(self) -> InTime:

@@ -91,7 +91,8 @@ class SequencePart:
         return chosen, places[chosen] - self.own.start
 
     def column(self, values: Tensor, chosen: Tensor, n_units: int) -> Tensor:
-        """Return [S]: the values [N] of all stretches' units, on every rank."""
+        """Return [n_units]: the values of all units, on every rank. This rank gives `values` [N], at the
+        indices `chosen` [N]."""
         whole = torch.zeros(n_units, device=values.device).index_copy(0, chosen, values.float())
         return _Summed.apply(whole, self.ranks.group).to(values.dtype)
 

@@ -1,9 +1,9 @@
 """Modules of a Megatron-Core model: its own linear layers, and modules of this project between them.
 
-Attention over packed rows is the function of FSDP2, on the heads of a tensor rank, so trees with shared
-prefixes are exact here too. Rotary positions come from transformers, with every kind of scaling. Norms
-compute the same as in transformers and are marked for sequence parallelism. With it, tensor ranks have
-different tokens, and Megatron-Core sums the gradients of a marked norm's weight over these ranks.
+Attention over packed rows is computed by the same function as in the FSDP2 back end, on the heads of a tensor
+rank. So rows that share prefixes are exact here too. Rotary positions come from transformers, with every kind
+of scaling. Norms compute the same as in transformers and are marked for sequence parallelism. With it, tensor
+ranks have different tokens, and Megatron-Core sums the gradients of a marked norm's weight over these ranks.
 """
 
 from __future__ import annotations
