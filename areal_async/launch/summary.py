@@ -84,7 +84,7 @@ def _advice(status: int, cause: str) -> str:
         return HUNG
     if status not in ADVICE and (status < 0 or status > 128):
         return "It was ended from outside or crashed in native code; the whole log"
-    return ADVICE.get(status, "Correct what it names and run the job again; the whole log")
+    return ADVICE.get(status, "Correct what it names; the whole log")
 
 
 def last_lines(log_path: Path) -> list[str]:
