@@ -173,7 +173,7 @@ class JobStore:
         return self._last_id
 
     def pass_over(self, id: int) -> None:
-        """From now on, `new_id` returns only ids above `id`."""
+        """Make `new_id` return only ids above `id` from now on."""
         self._last_id = max(self._last_id, id)
 
     def add(self, job: StoredJob) -> None:
