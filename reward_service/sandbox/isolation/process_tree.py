@@ -115,8 +115,8 @@ class WaitMeter:
         self.waited_s = 0.0
         self._looked_s = 0.0
         self._known: dict[str, tuple[list[str], float, float]] = {}
-        """Three values for each thread: its nanoseconds of running and of waiting as the kernel reports them, the
-        time when either of them last changed, and the seconds that the thread has waited so far."""
+        """Three values for each thread: its nanoseconds of running and of waiting as the kernel reports them,
+        the time when either of them last changed, and the seconds that the thread has waited so far."""
 
     def look(self, roots: Sequence[int], now_s: float) -> None:
         """Add the new waiting time of a thread below `roots`, if it is the only one that can run.
