@@ -15,8 +15,16 @@ from tests.waiting import LIMIT_S
 pytestmark = pytest.mark.slow
 
 PACED = """
+import asyncio
+from pathlib import Path
+
+HOLD = Path(__file__).with_name("hold")
+
+
 async def slow_tool(ctx, task):
     reply = await ctx.generate(task.prompt)
+    if HOLD.exists():
+        await asyncio.sleep(2)
     await ctx.generate("=", parent=reply.segment, turn=1)
 """
 
@@ -24,6 +32,8 @@ async def slow_tool(ctx, task):
 @pytest.mark.nightly
 def test_workers_join_die_and_leave_and_nothing_is_lost(workspace, running):
     (workspace.folder / "paced.py").write_text(PACED, encoding="utf-8")
+    hold = workspace.folder / "hold"
+    hold.touch()  # else a fast trainer is done before all workers have come and gone
     job_file = workspace.job(
         "elastic",
         rollout__workflow="paced.py:slow_tool",
@@ -65,6 +75,7 @@ def test_workers_join_die_and_leave_and_nothing_is_lost(workspace, running):
         finally:
             guest.kill()
             guest.wait()
+        hold.unlink()
         run = job.end()
     assert of("left", "rollout-2")[0]["status"] == 0
     assert puts("rollout-2")[-1]["mono_s"] == last
