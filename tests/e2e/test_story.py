@@ -34,6 +34,7 @@ HELPERS = {
     "replay_buffer/server.py": "reads requests, and lets them wait",
     "reward_service/backends/__init__.py": "chooses the input of a reward",
     "reward_service/checking.py": "checks a reward's answer",
+    "reward_service/inputs.py": "makes the input of a reward from an episode",
     "reward_service/pool/": "runs rewards in processes",
     "reward_service/router.py": "finds the pool of a reward",
     "rollout_service/engines/local/": "is one of the engines",

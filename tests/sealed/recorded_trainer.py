@@ -16,10 +16,10 @@ BATCHES = "/tmp/batches"
 class OpenedBuffer(RecordedBuffer):
     """It is left as a client is."""
 
-    def __enter__(self) -> OpenedBuffer:
-        return self
+    def connect(self) -> None:
+        return
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         return
 
 

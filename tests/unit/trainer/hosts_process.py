@@ -45,10 +45,10 @@ class StoppingBuffer(RecordedBuffer):
         self._ctx = ctx
         self._last = int(os.environ.get("STOP_AFTER", STEPS))
 
-    def __enter__(self) -> StoppingBuffer:
-        return self
+    def connect(self) -> None:
+        return
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         return
 
     def exchange(self, request: Any, *, attachments: Any = ()) -> Any:
