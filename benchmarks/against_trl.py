@@ -134,8 +134,8 @@ class Measurement:
             options.job.resolve(), options.work.resolve(), steps, options.every, model.warmup_steps
         )
         self.setting.work.mkdir(parents=True, exist_ok=True)
-        if job.trainer.dtype != "float32":
-            raise SystemExit(f"TRL's side trains in fp32, and the job file in {job.trainer.dtype}")
+        if job.trainer.resolved_dtype != "float32":
+            raise SystemExit(f"TRL's side trains in fp32, and the job file in {job.trainer.resolved_dtype}")
         self.begun = False
         self.job_rate = job.trainer.optimizer.lr
         self.held_out = HeldOut(job)

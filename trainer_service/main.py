@@ -19,6 +19,7 @@ from areal_async.base.log import get_logger
 from areal_async.base.loop_thread import in_thread
 from areal_async.config.devices import first_threads, rank_device
 from areal_async.config.job import JobConfig
+from areal_async.models.accelerator import begin_on
 from areal_async.rpc.client import SyncClient
 from areal_async.service.context import ServiceContext
 from areal_async.service.rank_group import LATE, LATE_START, OUT_OF_MEMORY, Note, tell
@@ -75,7 +76,7 @@ def train(ctx: ServiceContext) -> None:
         if ranks.first:
             run_log = open_records(whole)
             closing.callback(run_log.close)
-        log.info("model loaded", model=str(ctx.job.model), ranks=ranks.world, dtype=section.dtype)
+        log.info("model loaded", model=str(ctx.job.model), ranks=ranks.world, dtype=section.resolved_dtype)
         training = TrainingRun(ctx.job, ranks, backend, ctx.run_dir, run_log, ctx.stopping, ctx.shm_dir)
         if ctx.job.kind == "rl":
             finished = _rl(ctx, training, closing, whole.job)
@@ -91,11 +92,13 @@ def _meet(ctx: ServiceContext) -> Ranks:
     """Join the other ranks. If a rank is missing, this is reported early enough that all ranks can still
     restart within `supervisor.ready_s`."""
     section, start_s = ctx.job.trainer, MEETING_SHARE * ctx.job.supervisor.ready_s
+    device = rank_device(section.device, ctx.gpu_index)
+    begin_on(device, dtype=section.resolved_dtype, attention="sdpa", compile="off")
     try:
         return join_ranks(
             ctx.index,
             section.ranks,
-            device=rank_device(section.device, ctx.gpu_index),
+            device=device,
             meeting=ctx.meeting,
             timeout_s=section.collective_s,
             start_s=start_s,
@@ -155,7 +158,7 @@ def _newest(
 
 def _rl(ctx: ServiceContext, training: TrainingRun, closing: ExitStack, whole: JobConfig) -> bool:
     ranks, backend, run_log = training.ranks, training.backend, training.run_log
-    files = companion_files(ctx.job.model, ctx.job.trainer.dtype)
+    files = companion_files(ctx.job.model, ctx.job.trainer.resolved_dtype)
     restored, left = _newest(ctx, ranks, backend)
     job, name, keys = ctx.job.job, ctx.name, ctx.keys
     buffer = SyncClient(

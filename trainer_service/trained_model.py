@@ -75,7 +75,7 @@ def write_whole(folder: Path, job: JobConfig, backend: TrainingBackend, files: F
     adapter = whole_tensors(backend.export(TRAINED_MODEL, gather=True))
 
     def merge() -> None:
-        base = BaseWeights(job.model, getattr(torch, job.trainer.dtype))
+        base = BaseWeights(job.model, getattr(torch, job.trainer.resolved_dtype))
         write_merged(base, adapter, lora.alpha / lora.rank, files, folder)
         base.close()
 

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from areal_async.base.gpus import gpu_variables
 from areal_async.base.redis_binary import find_redis_server, lacking_fixes, redis_server_version
 from areal_async.launch.folders import leftovers
 from areal_async.launch.one_host import SHM_ROOT, volatile_roots
@@ -41,6 +42,7 @@ def examine(least_shm_bytes: int = MIN_SHM_BYTES) -> Iterator[Finding]:
     else:
         yield Finding("ok", "sandbox", "programs can be isolated")
     yield _leftovers()
+    yield _gpu_variables()
 
 
 def remove_leftovers(roots: Sequence[Path]) -> list[Path]:
@@ -95,6 +97,12 @@ def _shared_memory(least_bytes: int) -> Finding:
         return Finding("ok", "shared memory", found)
     fix = "Room for five copies of the model is needed; in Docker, start with --shm-size=8g"
     return Finding("warn", "shared memory", found, fix)
+
+
+def _gpu_variables() -> Finding:
+    """Show the variables of GPU libraries, which every process of a run gets."""
+    found = ", ".join(f"{name}={value}" for name, value in gpu_variables().items())
+    return Finding("ok", "GPU variables", found or "none")
 
 
 def _leftovers() -> Finding:

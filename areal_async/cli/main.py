@@ -276,10 +276,11 @@ def _run(
 def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a job file, its files and its requirements. Print the job with every field resolved."""
     with readable_errors():
-        from areal_async.config.load import dump_job
+        from areal_async.config.load import dump_job, resolved
 
         job, found = _checked_job(job_file, overrides)
         print_warnings(job, found)
+        job = resolved(job)
         show(job.model_dump(mode="json"), dump_job(job).rstrip("\n"), as_json)
 
 

@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from areal_async.base.gpus import names_of
 from areal_async.base.own_files import read_record, tail_of, write_whole
 from areal_async.base.processes import RUN_VARIABLE
 from areal_async.base.topology import Role
@@ -33,7 +34,6 @@ from areal_async.cluster.logs import OF_THE_RUN, logs_in
 from areal_async.cluster.states import RunEnded
 from areal_async.cluster.store import StoredJob
 from areal_async.config.cluster import ClusterConfig
-from areal_async.config.devices import names_of
 from areal_async.launch.folders import Owner, clean_up
 from areal_async.launch.launcher import WAITS
 from areal_async.launch.plan import MODULES

@@ -29,6 +29,10 @@ needs many more decoding passes than another. Measured with the quickstart and 6
 whole batch in progress, none of 32,000 groups was dropped."""
 
 
+PEAK_TFLOPS = {"float32": 67, "tf32": 495, "bfloat16": 989}
+"""Peak TFLOP/s of an H100 SXM in dense products, from the vendor's data sheet."""
+
+
 def advise(job: JobConfig) -> list[Mistake]:
     """Return every warning about `job`. If a warning is about only one of several policies, its field begins
     with `policies.NAME`."""
@@ -45,6 +49,7 @@ def advise(job: JobConfig) -> list[Mistake]:
 def _advise(job: JobConfig) -> Iterator[Mistake]:
     """Yield the warnings about a job with one policy."""
     yield from _fields_are_of_the_kind(job)
+    yield from _float32_on_a_gpu(job)
     if job.kind == "rl":
         yield from _groups_finish_within_the_bound(job)
         yield from _programs_unprotected(job)
@@ -73,6 +78,20 @@ def _filled_in(section: Section, above: str = "") -> Iterator[str]:
             yield from _filled_in(value, f"{above}{name}.")
         elif value != info.get_default(call_default_factory=True):
             yield above + name
+
+
+def _float32_on_a_gpu(job: JobConfig) -> Iterator[Mistake]:
+    sections = ("trainer", "rollout") if job.kind == "rl" else ("trainer",)
+    for name in sections:
+        section = getattr(job, name)
+        if section.device != "cpu" and section.resolved_dtype == "float32":
+            peak = PEAK_TFLOPS["bfloat16"]
+            factors = [f"{peak / PEAK_TFLOPS[kind]:.0f} times in {kind}" for kind in ("tf32", "float32")]
+            problem = (
+                "on a GPU, products are several times slower in float32 than in bfloat16. By the peaks of an "
+                f"H100: {', '.join(factors)}. It also takes twice the memory"
+            )
+            yield Mistake(f"{name}.dtype", problem, "Remove it (auto is bfloat16 on a GPU)")
 
 
 def _kl_has_a_gradient(job: JobConfig) -> Iterator[Mistake]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import annotated_types
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -16,6 +16,16 @@ LARGEST = 1_000_000_000
 
 Overrides = str | Mapping[str, Any] | Sequence[str]
 """Fields to change: one `key=value`, several of them, or a mapping of dotted fields to values."""
+
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+"""Value of a field `dtype`. `dtype_on` resolves `auto`."""
+
+
+def dtype_on(device: str, dtype: str = "auto") -> str:
+    """Return `dtype`, or the default number type of a device if it is `auto`: `float32` on a CPU, else
+    `bfloat16`."""
+    return ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype
 
 
 class Section(BaseModel):

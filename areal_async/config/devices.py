@@ -19,7 +19,7 @@ engines' first GPU. On a host without the trainer, the engines take all GPUs."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 from areal_async.base.mistakes import Mistake
@@ -99,14 +99,6 @@ def _of_workers(job: JobConfig) -> int:
     rollout = job.rollout
     takes_turns = rollout.device == "cuda" and not rollout.server.urls
     return rollout.workers * rollout.replicas * width_of(rollout) if takes_turns else 0
-
-
-def names_of(gpus: Sequence[int], variables: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the GPUs for `CUDA_VISIBLE_DEVICES` of a child process. `variables` is the
-    environment of its parent."""
-    visible = variables.get("CUDA_VISIBLE_DEVICES", "")
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    return tuple(names[gpu] if names else str(gpu) for gpu in gpus)
 
 
 def rollout_gpus(job: JobConfig, visible: int | None = None) -> frozenset[int]:

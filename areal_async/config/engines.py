@@ -112,14 +112,14 @@ class EnginePart:
         for name, value in rollout.server.arguments.items():
             if flag_name(name) in self.quantising_flags and str(value).lower() not in OFF | UNQUANTISED:
                 return str(value)
-        return rollout.dtype
+        return rollout.resolved_dtype
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
         """Yield the mistakes of a job that needs more than the engine can do. `field` begins with the section
         that names the engine."""
         rollout, section = job.rollout, field.partition(".")[0]
         named, is_rollout = f"{section}.engine", section == "rollout"
-        asked: list[tuple[str, str, frozenset[str]]] = [("dtype", rollout.dtype, self.dtypes)]
+        asked: list[tuple[str, str, frozenset[str]]] = [("dtype", rollout.resolved_dtype, self.dtypes)]
         asked += [("update_mode", rollout.update_mode, self.update_modes)] if is_rollout else []
         for name, value, able in asked:
             if value not in able:

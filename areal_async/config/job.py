@@ -10,7 +10,7 @@ from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_va
 from areal_async.base.mistakes import ConfigError, Mistake, in_words
 from areal_async.base.processes import RestartPolicy
 from areal_async.base.versions import POLICY, POLICY_NAME
-from areal_async.config.base import Section
+from areal_async.config.base import Dtype, Section, dtype_on
 from areal_async.config.fields import Field as LeafField
 from areal_async.config.fields import explain, fields_of, numbers_or_words
 from areal_async.config.objective import ObjectiveSection, ReferenceSection, TeacherSection
@@ -409,8 +409,14 @@ class TrainerSection(Section):
     bitwise identical."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """`cpu`, `cuda` (GPUs from 0) or `cuda:N` (GPUs from N)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number type of the computation and the published weights."""
+    dtype: Dtype = "auto"
+    """Number type of the computation and the published weights. `auto` is `bfloat16` on a GPU and `float32`
+    on a CPU."""
+
+    @property
+    def resolved_dtype(self) -> str:
+        """The number type: `dtype`, or the one that `auto` stands for on this section's device."""
+        return dtype_on(self.device, self.dtype)
 
 
 class JobConfig(Section):

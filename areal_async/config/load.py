@@ -147,6 +147,16 @@ def dump_job(job: JobConfig) -> str:
     return dump_yaml(job.model_dump(mode="json"))
 
 
+def resolved(job: JobConfig) -> JobConfig:
+    """Return `job` with the number types that `dtype: auto` stands for."""
+    both = {
+        name: (section := getattr(job, name)).model_copy(update={"dtype": section.resolved_dtype})
+        for name in ("trainer", "rollout")
+    }
+    own = {name: _own(resolved(view)) for name, view in job.views.items()} if job.policies else {}
+    return job.model_copy(update={**both, "policies": own})
+
+
 def overrides_of(given: Overrides) -> list[str]:
     """Return overrides as `key=value`, with values in YAML. A nested mapping changes the fields that it names
     and keeps the other fields of their section. Raises `ConfigError` for other types."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from areal_async.config.base import Section
+from areal_async.config.base import Dtype, Section, dtype_on
 
 StopText = Annotated[str, Field(min_length=1)]
 """A stop text. An empty text would end every response before its first token."""
@@ -120,9 +120,15 @@ class RolloutSection(Section):
     """CPU threads of torch per engine. `auto` is 1 for a server, otherwise `trainer.torch_threads`."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """`cpu`, `cuda` (separate GPUs) or `cuda:N` (one GPU for all engines)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number type of the weights and the computation."""
+    dtype: Dtype = "auto"
+    """Number type of the weights and the computation. `auto` is `bfloat16` on a GPU and `float32` on a
+    CPU."""
     server: ServerSection = ServerSection()
+
+    @property
+    def resolved_dtype(self) -> str:
+        """The number type: `dtype`, or the one that `auto` stands for on this section's device."""
+        return dtype_on(self.device, self.dtype)
 
     @property
     def greedy_sample(self) -> int | None:

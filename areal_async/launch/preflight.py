@@ -256,10 +256,11 @@ def _check_shared_memory(job: JobConfig) -> Iterator[Mistake]:
     copies, what = sum(held), "snapshots of this model"
     if job.trainer.lora.rank:  # the adapters themselves are small
         copies, what = held.merged, "models merged with their adapters"
-    needed = copies * published_bytes(job.model, job.trainer.dtype)
+    dtype = job.trainer.resolved_dtype
+    needed = copies * published_bytes(job.model, dtype)
     root = SHM_ROOT if SHM_ROOT.is_dir() else Path("/tmp")
     if needed > (free := shutil.disk_usage(root).free):
-        problem = f"{copies} {what} take {needed} bytes as {job.trainer.dtype}, but {root} has {free} free"
+        problem = f"{copies} {what} take {needed} bytes as {dtype}, but {root} has {free} free"
         yield Mistake("model", problem, f"Make {root} larger (`mount -o remount,size=… {root}`), or free it")
 
 

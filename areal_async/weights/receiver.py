@@ -109,7 +109,7 @@ def make_receiver(ctx: ServiceContext, purpose: Purpose, *, name: str = "", tens
         import torch  # this process merges adapters
 
         root = ctx.shm_dir / "merged" / ctx.node_id
-        merger = Merger(ctx.job.model, getattr(torch, ctx.job.trainer.dtype), root, tensors=tensors)
+        merger = Merger(ctx.job.model, getattr(torch, ctx.job.trainer.resolved_dtype), root, tensors=tensors)
     return Receiver(
         Client(ctx.weights, job=ctx.job.job, role=f"receiver-{purpose}", name=name, access=ctx.keys),
         name,

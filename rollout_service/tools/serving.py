@@ -22,7 +22,7 @@ from areal_async.base.mistakes import ConfigError, Mistake, as_typed
 from areal_async.base.own_files import write_whole
 from areal_async.base.versions import VersionTag
 from areal_async.cli.tools import AnswersRequest, CheckpointRequest, EvaluateRequest, module_of
-from areal_async.config.load import load_job
+from areal_async.config.load import load_job, resolved
 from areal_async.launch.folders import claim_folders
 from areal_async.launch.one_host import topology_here
 from areal_async.launch.plan import services_of
@@ -91,7 +91,7 @@ def target_of(name: str) -> Iterator[Target]:
         raise RunFolderError(
             f"{name} is neither a Hugging Face folder (it has no config.json) nor a run: {error}"
         ) from error
-    content = run.job.model_dump(mode="json") if run.job.kind == "rl" else {}
+    content = resolved(run.job).model_dump(mode="json") if run.job.kind == "rl" else {}
     if not step and run.job.kind == "rl" and (run.folder / "model" / "config.json").is_file():
         yield Target(run.folder / "model", content, f"{run_name}, its last step")
         return

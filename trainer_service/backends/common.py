@@ -184,7 +184,7 @@ class NamedModels(Generic[M]):
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
         for model in self._models.values():
             model.load(folder, updates)
-        read_random_state(folder, self._ranks.rank)
+        read_random_state(folder, self._ranks)
 
     def prepare_save(self) -> None:
         models = self._models.values()
@@ -193,7 +193,7 @@ class NamedModels(Generic[M]):
     def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
         states = [(model, model.state) for model in self._models.values()]
         copies = self._copies.fill({kind: state[kind] for _, state in states for kind in state})
-        random_state = {"cpu": torch.get_rng_state()}
+        random_state = random_states(self._ranks.device)
 
         def write() -> Mapping[str, FileEntry]:
             written = write_tensors(folder / random_state_file(self._ranks.rank), random_state, {})
@@ -217,12 +217,26 @@ class NamedModels(Generic[M]):
         self._models[model].follow(self._models[source], share)
 
 
-def read_random_state(folder: Path, rank: int) -> None:
-    """Restore the random state if this rank's file exists. Raises `CheckpointError`."""
-    if not (file := folder / random_state_file(rank)).exists():
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of the random generators of a rank, u8 [n] by kind of device: of the CPU, and of its
+    own device."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def read_random_state(folder: Path, ranks: Ranks) -> None:
+    """Restore the random states of this rank if its file exists. A device without a state in the file keeps
+    its own. Raises `CheckpointError`."""
+    if not (file := folder / random_state_file(ranks.rank)).exists():
         return
+    device = ranks.device
     try:
-        torch.set_rng_state(load_file(file)["cpu"])
+        states = load_file(file)
+        torch.set_rng_state(states["cpu"])
+        if device.type != "cpu" and device.type in states:
+            torch.get_device_module(device).set_rng_state(states[device.type], device)
     except (KeyError, RuntimeError) as error:
         raise CheckpointError(f"checkpoint {folder}: the random state cannot be restored") from error
 

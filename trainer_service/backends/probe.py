@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal_async.models.accelerator import exact_products
 from areal_async.models.files import unknown_arguments
 from trainer_service.backends.base import LOGP, Columns, ModelHead, Names
 from trainer_service.data.rows import TrainingRow, row_of
@@ -114,7 +115,8 @@ def probed(name: str, config: Any, ranks: Ranks, probe: Callable[[], None]) -> N
     packed rows also counts as a failure."""
     error: Exception | None = None
     try:
-        probe()
+        with exact_products():
+            probe()
     except (torch.OutOfMemoryError, dist.DistError):
         raise
     except Exception as found:

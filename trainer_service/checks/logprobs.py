@@ -319,8 +319,10 @@ class LogprobCheck:
     def _outcome(self, version: int, compared: ComparedUnits, skipped: Counter[str]) -> CheckOutcome:
         rollout, trainer = self._job.rollout, self._job.trainer
         part = engine_part(rollout.engine)
-        dtypes = (part.served_dtype(rollout), trainer.dtype)
+        dtypes = (part.served_dtype(rollout), trainer.resolved_dtype)
         coarser = min(dtypes, key=lambda dtype: FINENESS.get(dtype, 0))
+        if coarser == "float32" and {rollout.device, trainer.device} != {"cpu"}:
+            coarser = "bfloat16"  # A GPU computes fp32 products in TF32, which has no limits of its own
         kind = "moe" if is_mixture(self._job.model) else "dense"
         allowed = part.logprob_bounds.get((coarser, kind))
         if trainer.self_check.bound is not None:
@@ -339,7 +341,7 @@ class LogprobCheck:
             skipped={why: count for why, count in totals.items() if count},
             engine=rollout.engine,
             dtype=dtypes[0],
-            trainer_dtype=trainer.dtype,
+            trainer_dtype=trainer.resolved_dtype,
             model=kind,
         )
 

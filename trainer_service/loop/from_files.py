@@ -110,7 +110,7 @@ class FileTrainer:
 
     def _export(self) -> None:
         job = self._job
-        files = companion_files(job.model, job.trainer.dtype, values=job.kind == "reward_model")
+        files = companion_files(job.model, job.trainer.resolved_dtype, values=job.kind == "reward_model")
         with busy("export"):
             write_trained(self._run_dir, job, self._backend, self._ranks, files)
 

@@ -44,7 +44,7 @@ def load_backend(job: JobConfig, ranks: Ranks, *, policy_alone: bool = False) ->
     section = job.trainer
     part = load_part(job, "trainer.backend")
     # Only some back ends accept adapters or a grid: see `areal_async/config/parts.py`.
-    options: dict[str, Any] = {"dtype": getattr(torch, section.dtype), **section.backend_args}
+    options: dict[str, Any] = {"dtype": getattr(torch, section.resolved_dtype), **section.backend_args}
     if section.lora.rank:
         options |= {"lora": section.lora, "seed": job.seed}
     if hasattr(part, "axes"):
@@ -94,7 +94,7 @@ class Learner:
         It is the FLOP/s of the policy's forward and backward passes as a share of the peak of all devices.
         Recomputation, and passes that only compute a column, do not count. The result is None if the peak or
         the model's dimensions are unknown."""
-        peak = peak_flops(self._ranks.device, self._job.trainer.dtype)
+        peak = peak_flops(self._ranks.device, self._job.trainer.resolved_dtype)
         if peak is None or self._cost is TOKENS_ALONE or not busy_s:
             return None
         rows = [row for group in batch.groups for episode in group.episodes for row in episode.rows]

@@ -55,7 +55,7 @@ def write_checkpoint_model(target: str | Path, step: str, out: Path, *, adapter:
         backend.load(folder, {})
     write = write_adapter if adapter else write_whole
     values = run.job.kind == "reward_model"
-    files = companion_files(run.job.model, run.job.trainer.dtype, values=values)
+    files = companion_files(run.job.model, run.job.trainer.resolved_dtype, values=values)
     with progress("writing the model"):
         write(out, run.job, backend, files, ranks)
     return checkpoint.manifest.step

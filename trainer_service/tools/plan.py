@@ -189,7 +189,7 @@ def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None
         "blocks": len(model.blocks),
         "ranks": trainer.ranks,
         "parallel": asdict(RankGrid.of(trainer)),
-        "dtype": trainer.dtype,
+        "dtype": trainer.resolved_dtype,
         "backend_args": dict(trainer.backend_args),
         "lora_rank": trainer.lora.rank,
         "bytes_per_rank": {

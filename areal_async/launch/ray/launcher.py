@@ -27,11 +27,17 @@ from typing import Any
 import msgspec
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from areal_async.base.cache import CACHE_VARIABLE
 from areal_async.base.errors import RunError
+from areal_async.base.gpus import gpu_variables
 from areal_async.base.log import get_logger
 from areal_async.base.own_files import append_beneath
 from areal_async.base.processes import INCURABLE_STATUS
@@ -57,6 +63,7 @@ from areal_async.launch.ray.placement import (
     BUILT_IN,
     Need,
     PlacedTogether,
+    by_node,
     in_words,
     lacking,
     need_of,
@@ -85,7 +92,8 @@ CLOSE_S = 8.0
 PUBLISHED_S = 60.0
 LOST_STATUS = -9
 FORWARDED = ("HF_", "TRANSFORMERS_", "AREAL_ASYNC_", "TOKENIZERS_")
-"""Prefixes of environment variables that are copied to processes on other hosts."""
+"""Prefixes of environment variables that are copied to processes on other hosts, besides those of GPU
+libraries."""
 OWN_VARIABLES = frozenset({HELD_VARIABLE, SERVED_VARIABLE, CACHE_VARIABLE})
 """Environment variables that are valid on one host only."""
 
@@ -460,7 +468,7 @@ class RayLauncher:
             return msgspec.json.encode(self._published)
 
     def environment_of(self, place: ServicePlace, served_before: bool) -> dict[str, str]:
-        given = {
+        given = gpu_variables() | {
             name: value
             for name, value in os.environ.items()
             if name.startswith(FORWARDED) and name not in OWN_VARIABLES
@@ -512,7 +520,11 @@ class RayLauncher:
             told_at_s = waited_s + TELL_S
             log.warning("waiting for room on the cluster", group=group.name, needs=needs)
             self._tell(f"{WAITS}, for its {group.name}: {wants}")
-        for index, (place, need) in enumerate(zip(group.places, needs, strict=True)):
+        order = range(len(needs))
+        if group.name == "trainer":  # all ranks need the same, so each may have any bundle
+            nodes = placement_group_table(made)["bundles_to_node_id"]
+            order = by_node([nodes[index] for index in order])
+        for index, place, need in zip(order, group.places, needs, strict=True):
             strategy = PlacementGroupSchedulingStrategy(
                 made, placement_group_bundle_index=index, placement_group_capture_child_tasks=False
             )

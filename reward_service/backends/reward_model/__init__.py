@@ -56,7 +56,7 @@ class RewardModelArguments(Section):
     device: Annotated[str, AfterValidator(_is_a_device)] = "auto"
     """`auto`: a GPU if there is one, else the CPU. Other values: `cpu`, `cuda` or `cuda:N`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto`: float32 on a CPU, else the dtype of the saved model."""
+    """`auto`: float32 on a CPU, bfloat16 on a GPU."""
     threads: int = Field(default=1, ge=1, le=1024)
     """Threads of the computation on a CPU."""
 

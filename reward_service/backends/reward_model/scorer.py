@@ -22,6 +22,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from areal_async.base.verdicts import Failure, FaultOf, Score, Verdict
+from areal_async.config.base import dtype_on
+from areal_async.models.accelerator import begin_on, with_exact_rotations
 from reward_service.backends import MissingText, fill
 from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.checking import describe
@@ -54,9 +56,8 @@ class ModelScorer:
         self.device = arguments.device
         if self.device == "auto":
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = arguments.dtype
-        if dtype == "auto" and self.device == "cpu":
-            dtype = "float32"
+        dtype = dtype_on(self.device, arguments.dtype)
+        begin_on(self.device, dtype=dtype, attention="sdpa", compile="off")
         self._tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         if arguments.template == "chat" and not self._tokenizer.chat_template:
             mend = "Write reward.args.template as a text with {prompt} and {response}"
@@ -69,6 +70,7 @@ class ModelScorer:
             mend = "Give a model saved with its classification head"
             raise Unusable(f"{arguments.model} has no weights for {', '.join(missing[:3])}: {why}. {mend}")
         self._model = model.to(self.device).eval()
+        with_exact_rotations(self._model)
         self._config = model.config.get_text_config()
         self._own_pad: int | None = self._config.pad_token_id
         self.label = self._label(arguments.label)

@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from areal_async.base.addresses import interface_of
+from areal_async.base.gpus import names_of
 from areal_async.base.versions import VersionTag
-from areal_async.config.devices import first_threads, names_of
+from areal_async.config.devices import first_threads
 from areal_async.config.engines import EngineMissing, find_engine_python, flag_name
 from areal_async.config.job import JobConfig
 from areal_async.config.routes import replayed_mixture
@@ -212,7 +213,7 @@ def settings_of(
         update_mode=rollout.update_mode,
         device=rollout.device,
         gpus=names_of(own_gpus(job, place, replica), os.environ) if url is None else (),
-        dtype=rollout.dtype,
+        dtype=rollout.resolved_dtype,
         torch_threads=first_threads(rollout.torch_threads),
         activity=activity,
         url=url,

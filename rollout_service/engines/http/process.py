@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from areal_async.base.addresses import LOOPBACK
+from areal_async.base.gpus import children_on, cpus_near
 from areal_async.base.log import get_logger
 from areal_async.base.processes import ChildProcess
 from areal_async.rpc.board import board
@@ -53,14 +54,23 @@ def free_port() -> int:
 class ServerProcess(ChildProcess):
     """A started server. Its process group does not outlive this process. `name` is for messages."""
 
-    def __init__(self, name: str, argv: Sequence[str], environment: Variables, log_path: Path) -> None:
-        """Start `argv` with exactly `environment`. The output is appended to `log_path`."""
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        environment: Variables,
+        log_path: Path,
+        cpus: frozenset[int] = frozenset(),
+    ) -> None:
+        """Start `argv` with exactly `environment`, on these CPUs if there are any. The output is appended to
+        `log_path`."""
         self.name = name
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_from = log_path.stat().st_size if log_path.exists() else 0
         try:
-            super().__init__(argv, environment=environment, output=log_path, on_orphaned="kill_group")
+            with children_on(cpus):
+                super().__init__(argv, environment=environment, output=log_path, on_orphaned="kill_group")
         except OSError as error:
             raise EngineError(f"{name} cannot be started: {error}") from error
 
@@ -146,7 +156,8 @@ async def started(
         command = list(argv(port))
         # `keyed.py` runs the module instead, and checks the key.
         command[command.index("-m")] = keyed.__file__
-        process = ServerProcess(name, command, {**environment, keyed.VARIABLE: key}, settings.log_path)
+        variables, cpus = {**environment, keyed.VARIABLE: key}, cpus_near(settings.gpus)
+        process = ServerProcess(name, command, variables, settings.log_path, cpus)
         url = f"http://{LOOPBACK}:{port}"
         client = ServerClient(f"{name} at {url}", url, key=key)
         try:

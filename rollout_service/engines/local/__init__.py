@@ -31,7 +31,7 @@ class Local(EnginePart):
             # in flight.
             update_mode="keep" if job.rollout.update_mode == "keep" else "recompute",
             device=own_device(job, place, replica),
-            dtype=job.rollout.dtype,
+            dtype=job.rollout.resolved_dtype,
             activity=activity,
             mixture=replayed_mixture(job),
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_async.base.log import get_logger
+from areal_async.models.accelerator import begin_on, exact_products, with_exact_rotations
 from areal_async.models.answers import end_ids
 from areal_async.models.files import Mixture
 from areal_async.models.routers import routers_of, tried
@@ -37,6 +38,7 @@ class LocalModel:
     ) -> None:
         """If the model's `mixture` is given, each pass stores the chosen experts in `experts`. Raises
         `EngineError` if the directory has no causal language model."""
+        begin_on(device, dtype=dtype, attention=ATTENTION, compile="off")
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, dtype)
         try:
@@ -52,6 +54,7 @@ class LocalModel:
                 "Hugging Face directory with config.json, *.safetensors and a tokenizer."
             ) from error
         self.model = model.to(self.device).eval().requires_grad_(False)
+        with_exact_rotations(self.model)
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.eos_ids = end_ids(self.tokenizer, directory)
         self._decoder: Any = model.get_decoder()
@@ -109,6 +112,7 @@ class LocalModel:
             for piece in held.pieces(parameter.data, 0):
                 piece.tensor.copy_(tensors[piece.name][piece.box])
 
+    @exact_products()
     def check(self) -> None:
         """Compare the engine's passes with the model's own forward pass on a few ids. A model with another
         kind of attention or head is then refused, instead of sampled wrongly."""

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_async.base.gpus import names_of
 from areal_async.base.yaml_file import parse_yaml
 from areal_async.config.devices import (
     device_mistakes,
     engine_gpus,
-    names_of,
     rank_device,
     rollout_gpus,
     shared_with_engines,

@@ -45,6 +45,7 @@ from math import gcd, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from areal_async.base.gpus import EXACT_PINNED_MB
 from areal_async.config.parallel import RankGrid
 from trainer_service.backends.base import TRAINED_MODEL, ModelHead, ModelUse
 
@@ -73,6 +74,12 @@ def logits_bytes(units: int, vocabulary: int) -> int:
     """Return the bytes for a tile of the logits of `units` tokens, over all tensors of its size together. The
     result is a 32nd of the bytes of all logits in fp32, and at least 32 MiB."""
     return max(LEAST_LOGITS_BYTES, FLOAT32_BYTES * units * vocabulary // LOGITS_PARTS)
+
+
+def pinned_bytes(n_bytes: int) -> int:
+    """Return the bytes that one pinned host tensor takes. Torch's allocator rounds them up to a power of two,
+    up to the size that `models/accelerator.py` sets."""
+    return n_bytes if n_bytes > EXACT_PINNED_MB << 20 or n_bytes < 1 else 1 << (n_bytes - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -233,7 +240,7 @@ def options_of(trainer: TrainerSection) -> MemoryOptions:
     return MemoryOptions(
         RankGrid.of(trainer),
         arguments.get("virtual_stages", 1),
-        compute_bytes=2 if trainer.dtype == "bfloat16" else 4,
+        compute_bytes=2 if trainer.resolved_dtype == "bfloat16" else 4,
         recompute=arguments.get("recompute", "none"),
         offload_optimizer=arguments.get("offload_optimizer", False),
         on_host=trainer.device == "cpu",
@@ -321,13 +328,13 @@ def rank_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
         blocks = model.blocks
         tensors = [s for each in blocks for s in each.adapters(options.lora_rank, options.lora_targets)]
     shard = FLOAT32_BYTES * _sharded(tensors, options)
-    moments = 2 * shard
+    moments, copied = 2 * shard, _on_host(tensors, options)
     return RankMemory(
         parameters=frozen + shard,
         gradients=shard,
-        saved=shard + moments,
+        saved=3 * copied,
         optimizer=0 if options.offload_optimizer else moments,
-        host_optimizer=moments if options.offload_optimizer else 0,
+        host_optimizer=2 * copied if options.offload_optimizer else 0,
         working=_gathered(model, options),
         unreduced=round((c + _reduction(options)) * block) + c * root,
         head=_tile(model) + (c * model.vocabulary * model.hidden if root else 0),
@@ -354,7 +361,7 @@ def _frozen_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
     )
     return RankMemory(
         parameters=(FLOAT32_BYTES if options.follows else c) * numbers,
-        saved=FLOAT32_BYTES * numbers if options.follows else 0,
+        saved=_on_host(tensors, options) if options.follows else 0,
         working=working,
         head=_tile(model),
         activations_per_token=hidden,
@@ -395,7 +402,17 @@ def _tile(model: ModelShape) -> int:
 
 def _sharded(tensors: Collection[Shape], options: MemoryOptions) -> int:
     """Return how many numbers of these tensors a rank has."""
-    return sum(-(-shape[0] // options.shards) * prod(shape[1:]) for shape in tensors)
+    return sum(_shares(tensors, options))
+
+
+def _shares(tensors: Collection[Shape], options: MemoryOptions) -> Iterator[int]:
+    return (-(-shape[0] // options.shards) * prod(shape[1:]) for shape in tensors)
+
+
+def _on_host(tensors: Collection[Shape], options: MemoryOptions) -> int:
+    """Return the bytes of fp32 copies of these tensors in host memory, which is pinned beside a GPU."""
+    taken = int if options.on_host else pinned_bytes
+    return sum(taken(FLOAT32_BYTES * numbers) for numbers in _shares(tensors, options))
 
 
 def _trained_root(model: ModelShape, options: MemoryOptions) -> int:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_async.base.log import get_logger
 from areal_async.config.job import LoraSection
+from areal_async.models.accelerator import with_exact_rotations
 from areal_async.models.files import looks_beyond_tokens
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse
 from trainer_service.backends.common import ChangingModel
@@ -76,6 +77,7 @@ class HeldModel(ChangingModel):
             use.folder, ranks, dtype, held=held, head=use.head, lora=lora, seed=options.seed
         )
         self.module = self.loaded.module
+        with_exact_rotations(self.module)
         if use.optimizer is None:
             self.module.requires_grad_(False)
         self.sequence = shared

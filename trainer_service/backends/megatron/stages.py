@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_async.config.parallel import RankGrid
+from areal_async.models.accelerator import with_exact_rotations
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import ModelHead
 from trainer_service.backends.common import FLOATS, loaded_on_all, open_tensors
@@ -176,6 +177,7 @@ def _rotary(folder: Path, device: torch.device) -> Rotary:
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config).model.rotary_emb)
     found: Rotary = kind(config).to(device)
+    with_exact_rotations(found)
     return found
 
 

@@ -1,0 +1,86 @@
+"""Settings of torch in a process that computes on a GPU. Trainer ranks, local engines and reward models call
+`begin_on` before they use the GPU.
+
+- Products of fp32 matrices are computed in TF32. Products that must be exact use `exact_products`.
+- The allocator uses segments that grow (`expandable_segments`), because micro-batches of many sizes leave
+  gaps between fixed ones. A user's `PYTORCH_ALLOC_CONF` is kept instead. The setting is made inside the
+  process and not in its environment: a child would inherit it, and the sleep mode of SGLang and vLLM does not
+  work with it.
+- Pinned host memory above `EXACT_PINNED_MB` is not rounded up to a power of two.
+- The threads run on the CPUs of the GPU's NUMA node, if it is known.
+- `scaled_dot_product_attention` does not use cuDNN, which builds a plan for each new shape.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from areal_async.base.gpus import EXACT_PINNED_MB, bind_process, cpus_near, names_of
+from areal_async.base.log import get_logger
+
+ALLOCATOR_VARIABLES = (
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+)  # In the order in which torch reads them
+SEGMENTS = "expandable_segments:True"
+ROUNDING = "pinned_max_round_threshold_mb"
+
+log = get_logger("accelerator")
+
+
+def begin_on(device: str, **chosen: str) -> dict[str, str]:
+    """Set the options of torch for this process, which computes on `device`, and log them in one line.
+
+    `chosen` are further settings of the caller to log, such as its attention. Returns all settings by name.
+    On a CPU nothing is set or logged, and the result is empty."""
+    if torch.device(device).type != "cuda":
+        return {}
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    allocator = next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), SEGMENTS)
+    if ROUNDING not in allocator:
+        allocator += f",{ROUNDING}:{EXACT_PINNED_MB}"
+    torch._C._accelerator_setAllocatorSettings(allocator)  # type: ignore[attr-defined]
+    cpus = cpus_near(names_of([torch.device(device).index or 0], os.environ))
+    bind_process(cpus)
+    settings = {
+        "torch": str(torch.__version__),
+        "fp32_products": torch.backends.cuda.matmul.fp32_precision,
+        "allocator": allocator,
+        "cudnn_attention": "on" if torch.backends.cuda.cudnn_sdp_enabled() else "off",
+        "cpus": f"{len(cpus)} near the GPU" if cpus else "all",
+        **chosen,
+    }
+    log.info("settings of the GPU", device=device, **settings)
+    return settings
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Compute products of fp32 matrices in fp32, and not in TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def with_exact_rotations(model: nn.Module) -> None:
+    """Make the rotary embeddings of a transformers model compute their angles in fp32.
+
+    An angle is a product of a frequency and a position. TF32 has 11 significant bits, so it rounds positions
+    above 2,048."""
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__:
+            module.forward = _exact(module.forward)
+
+
+def _exact(forward: Any) -> Any:
+    return exact_products()(forward)
