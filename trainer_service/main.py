@@ -27,6 +27,7 @@ from areal_async.service.record import RunRecords, open_records
 from trainer_service.backends.base import TrainingBackend
 from trainer_service.checkpoint import Checkpoint, CheckpointReader
 from trainer_service.checkpoint_store import CheckpointStore
+from trainer_service.collectives import watched
 from trainer_service.durable_files import companion_files
 from trainer_service.errors import RankError
 from trainer_service.loop.from_files import FileTrainer
@@ -68,6 +69,7 @@ def train(ctx: ServiceContext) -> None:
     with ExitStack() as stack:
         ranks = _meet(ctx)
         stack.callback(ranks.leave)
+        stack.enter_context(watched(ranks))
         # Closing may wait for a lost rank, so the supervisor is told about an error before anything closes.
         closing = stack.enter_context(ExitStack())
         stack.enter_context(_explained(ranks))

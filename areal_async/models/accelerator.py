@@ -24,10 +24,8 @@ from torch import nn
 from areal_async.base.gpus import EXACT_PINNED_MB, bind_process, cpus_near, names_of
 from areal_async.base.log import get_logger
 
-ALLOCATOR_VARIABLES = (
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-)  # In the order in which torch reads them
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables with settings of the allocator, in the order in which torch reads them."""
 SEGMENTS = "expandable_segments:True"
 ROUNDING = "pinned_max_round_threshold_mb"
 

@@ -23,7 +23,7 @@ from tests.deploy.commands import (
 )
 from tests.deploy.containers import Container, shell_commands, unit_settings
 
-OUR_IMAGES = ("light", "trainer", "sglang", "vllm")
+OUR_IMAGES = ("light", "trainer", "sglang", "vllm", "single")
 USER = 10001
 TOKEN_FILES = ("ray.token", "auth_token")
 RAY_PORTS = {

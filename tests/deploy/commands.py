@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 
+from areal_async.base.gpus import gpu_variables
 from areal_async.base.mistakes import ConfigError
 from areal_async.cli.main import app
 from areal_async.cluster.api import OPERATIONS
@@ -160,6 +161,8 @@ def is_read(name: str) -> bool:
     """Whether somebody who is started here reads the environment variable `name`."""
     if name.startswith("RAY_"):
         return _in_ray(name)
+    if gpu_variables({name: ""}):
+        return True  # of a library of GPUs, for every process
     return name in names_read() or name in ("HOME", "PATH", "PYTHONUNBUFFERED")
 
 

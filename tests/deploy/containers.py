@@ -14,7 +14,7 @@ import yaml
 
 from tests.waiting import LIMIT_S
 
-OVERLAYS = ("cpu-small", "single-gpu-node", "multi-node")
+OVERLAYS = ("cpu-small", "single-gpu-node", "multi-node", "rdma")
 KUSTOMIZE = [found, "build"] if (found := shutil.which("kustomize")) else ["kubectl", "kustomize"]
 
 Json = Mapping[str, Any]
@@ -197,6 +197,7 @@ def _is_hardened(pod: Json, container: Json) -> bool:
         and own.get("readOnlyRootFilesystem")
         and own.get("allowPrivilegeEscalation") is False
         and own.get("capabilities", {}).get("drop") == ["ALL"]
+        and own["capabilities"].get("add", ["IPC_LOCK"]) == ["IPC_LOCK"]
         and {"cpu", "memory"} <= container.get("resources", {}).get("limits", {}).keys()
     )
 

@@ -148,6 +148,27 @@ def _cluster_text(objects: list[dict[str, Any]]) -> str:
     return str(config["data"]["cluster.yaml"])
 
 
+def rdma_problems(objects: list[dict[str, Any]]) -> Iterator[str]:
+    """What keeps NCCL off the network cards in the pods with GPUs."""
+    for name, template in pod_templates(objects):
+        pod, container = template["spec"], template["spec"]["containers"][0]
+        given = container["resources"]
+        if "nvidia.com/gpu" not in given.get("limits", {}):
+            continue
+        if not all(given[kind].get("rdma/hca") for kind in ("requests", "limits")):
+            yield f"{name} has no RDMA device"
+        if container["securityContext"]["capabilities"].get("add") != ["IPC_LOCK"]:
+            yield f"{name} cannot lock memory"
+        if not template["metadata"].get("annotations", {}).get("k8s.v1.cni.cncf.io/networks"):
+            yield f"{name} is in one network only"
+        if not any(each["name"] == "NCCL_IB_HCA" and each.get("value") for each in container["env"]):
+            yield f"{name}: NCCL is not told its cards"
+        (shm,) = [m["name"] for m in container["volumeMounts"] if m["mountPath"] == "/dev/shm"]
+        (volume,) = [each["emptyDir"] for each in pod["volumes"] if each["name"] == shm]
+        if volume.get("medium") != "Memory" or not volume.get("sizeLimit", "").endswith("Gi"):
+            yield f"{name}: /dev/shm is no memory"
+
+
 # --- who reaches whom --------------------------------------------------------------------------------
 
 

@@ -29,7 +29,13 @@ from tests.deploy.containers import (
     compose_containers,
     kubernetes_containers,
 )
-from tests.deploy.kubernetes import edge_problems, ray_job_problems, schema_problems, together_problems
+from tests.deploy.kubernetes import (
+    edge_problems,
+    ray_job_problems,
+    rdma_problems,
+    schema_problems,
+    together_problems,
+)
 
 SCHEMAS = Path(__file__).parent / "schemas"
 NO_KUSTOMIZE = shutil.which(KUSTOMIZE[0]) is None
@@ -87,6 +93,8 @@ def kubernetes_problems(deploy: Path, scratch: Path) -> Iterator[str]:
                 return
             yield from together_problems(objects, scratch)
             yield from edge_problems(objects, scratch)
+            if overlay == "rdma":
+                yield from rdma_problems(objects)
             for container in kubernetes_containers(overlay, objects):
                 yield from container_problems(container, scratch)
         if built(deploy / "k8s") != built(deploy / "k8s" / "overlays" / "cpu-small"):

@@ -80,6 +80,7 @@ def test_slurm_starts_a_head_then_the_others_then_the_job(slurm: Start, tmp_path
     assert (workers["head"], workers["address"]) == (False, f"10.0.0.1:{HEAD_PORT}")
     assert all({name: int(options[name]) for name in RAY_PORTS} == RAY_PORTS for options in (head, workers))
     runs = [call for call in calls if call[0] == "srun" and "ray start" in " ".join(call)]
+    assert all({"--overlap", "--cpu-bind=none", "--gpu-bind=none"} <= {*run} for run in runs)
     assert "--nodelist=node-a" in runs[0]
     assert {"--exclude=node-a", "--nodes=1"} <= set(runs[1])
     (job,) = [call for call in calls if call[:2] == ["areal-async", "run"]]

@@ -45,7 +45,7 @@ def write_slowly(ranks: Ranks, folder: Path) -> None:
     trained_model.BaseWeights = lambda folder, dtype: SimpleNamespace(close=lambda: None)
     row = TensorPiece("w", (2, 3), (ranks.rank, 0), torch.full((1, 3), float(ranks.rank)))
     durable_files.write_model(folder / "model", lambda: [row], {}, ranks)
-    section: Any = SimpleNamespace(lora=LoraSection(rank=2), dtype="float32")
+    section: Any = SimpleNamespace(lora=LoraSection(rank=2), resolved_dtype="float32")
     backend: Any = SimpleNamespace(export=lambda name, gather: [])
     job: Any = SimpleNamespace(model=folder, trainer=section)
     trained_model.write_whole(folder / "merged", job, backend, {}, ranks)
