@@ -204,8 +204,9 @@ def test_a_server_sees_its_own_gpus_alone_by_the_names_of_ours(tmp_path: Path, f
         ours = job(engine=engine, device="cuda", replicas=2, server=server)
         place = context_for_test(ours, tmp_path, "rollout", "rollout-0")
         how: Any = {"slots": 1, "activity": "rollout", "place": place}
-        found = [settings_of(ours, **how, replica=replica).gpus for replica in range(2)]
-        assert found == [("4", "5"), ("6", "7")]
+        found = [settings_of(ours, **how, replica=replica) for replica in range(2)]
+        assert [settings.gpus for settings in found] == [("4", "5"), ("6", "7")]
+        assert {settings.dtype for settings in found} == {"bfloat16"}, "`auto` stands for it on a GPU"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
 
 

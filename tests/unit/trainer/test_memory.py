@@ -20,7 +20,7 @@ from areal_async.config.parallel import RankGrid
 from tests.unit.families import FAMILIES
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp import fsdp
-from trainer_service.backends.fsdp.memory import MemoryOptions, rank_memory, shape_of
+from trainer_service.backends.fsdp.memory import MemoryOptions, pinned_bytes, rank_memory, shape_of
 from trainer_service.backends.fsdp.memory import planned as planned_for
 from trainer_service.tools.gpus import GPUS, gpu_named, gpu_of_device
 from trainer_service.tools.plan import figures, host_bytes, job_memory, main, tensor_shapes, usable_bytes
@@ -216,8 +216,26 @@ def test_a_host_holds_what_ranks_and_channel_put_there(tmp_path, sections, held)
 
 def test_offloaded_moments_are_in_the_memory_of_the_host():
     model = shape_of(CONFIG, tensors())
-    rank = rank_memory(model, MemoryOptions(offload_optimizer=True))
+    rank = rank_memory(model, MemoryOptions(offload_optimizer=True, on_host=True))
     assert (rank.optimizer, rank.host_optimizer) == (0, 8 * model.size)
+
+
+def test_copies_beside_a_gpu_are_counted_as_torch_pins_them():
+    """Each tensor has memory of its own: a small one of a power of two bytes, a large one of its size."""
+    small, large = [1, 2, 3, 1000, 1 << 20], [(1 << 20) + 4, 300_000_000]
+    assert [pinned_bytes(size) for size in small] == [1, 2, 4, 1024, 1 << 20]
+    assert [pinned_bytes(size) for size in large] == large
+    model = shape_of(CONFIG, tensors(layers=1, head=False))
+    shapes = [*tensors(layers=1, head=False).values()]
+    for shards in (1, 4):
+        options = MemoryOptions(RankGrid(shard=shards), offload_optimizer=True)
+        own = [4 * -(-shape[0] // shards) * prod(shape[1:]) for shape in shapes]
+        taken = sum(pinned_bytes(size) for size in own)
+        assert taken > sum(own), "no size is rounded"
+        rank = rank_memory(model, options)
+        assert (rank.saved, rank.host_optimizer) == (3 * taken, 2 * taken)
+        followed = rank_memory(model, replace(options, frozen=True, follows=True))
+        assert followed.saved == taken
 
 
 def test_a_tied_output_layer_is_counted_once():
