@@ -25,7 +25,9 @@ from trainer_service.ranks import WAITED, Ranks
 ALARM = "alarm"  # Key in the store: a rank has waited for long, so all ranks say what they wait for
 ALARM_SHARE = 0.7  # Share of the limit after which a rank raises the alarm
 LOOKS = 40  # Looks within the limit
-ANSWER_LOOKS = 8  # Looks after the alarm in which the other ranks can answer, before the missing ones are named
+ANSWER_LOOKS = (
+    8  # Looks after the alarm in which the other ranks can answer, before the missing ones are named
+)
 
 Dump = Callable[[], bytes]
 """Function that returns a flight recorder's records as JSON."""

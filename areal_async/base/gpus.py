@@ -81,18 +81,18 @@ def _numbers(text: str) -> Iterator[int]:
         yield from range(int(first), int(last or first) + 1)
 
 
-def bind_process(cpus: frozenset[int]) -> None:
-    """Bind all threads of this process, and those that they start, to `cpus`. Do nothing if it is empty."""
-    for thread in os.listdir("/proc/self/task") if cpus else ():
-        with suppress(ProcessLookupError):  # it has ended
-            os.sched_setaffinity(int(thread), cpus)
+def bind_thread(cpus: frozenset[int]) -> None:
+    """Bind this thread, and the threads and processes that it starts, to `cpus`. If there are none, do
+    nothing."""
+    if cpus:
+        os.sched_setaffinity(0, cpus)
 
 
 @contextmanager
 def children_on(cpus: frozenset[int]) -> Iterator[None]:
     """Bind the processes that this thread starts meanwhile to `cpus`. Do nothing if it is empty."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus or before)
+    bind_thread(cpus)
     try:
         yield
     finally:

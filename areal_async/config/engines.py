@@ -144,7 +144,7 @@ class EnginePart:
     def make(self, job: JobConfig, *, slots: int, activity: str, place: Any, replica: int) -> Any:
         """Return the engine (`rollout_service.engines.base.Engine`) before its start. The parameters are
         those of `rollout_service.engines.make_engine`. `place` is a `ServiceContext` or None. The engine's
-        `Arguments` are in `job.rollout.engine_args`."""
+        `Arguments` are in `job.rollout.engine_args`, and its number type is `job.rollout.resolved_dtype`."""
         raise NotImplementedError
 
 

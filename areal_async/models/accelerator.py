@@ -7,7 +7,7 @@
   process and not in its environment: a child would inherit it, and the sleep mode of SGLang and vLLM does not
   work with it.
 - Pinned host memory above `EXACT_PINNED_MB` is not rounded up to a power of two.
-- The threads run on the CPUs of the GPU's NUMA node, if it is known.
+- The calling thread, and those that it starts, run on the CPUs of the GPU's NUMA node, if it is known.
 - `scaled_dot_product_attention` does not use cuDNN, which builds a plan for each new shape.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from areal_async.base.gpus import EXACT_PINNED_MB, bind_process, cpus_near, names_of
+from areal_async.base.gpus import EXACT_PINNED_MB, bind_thread, cpus_near, names_of
 from areal_async.base.log import get_logger
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -46,7 +46,7 @@ def begin_on(device: str, **chosen: str) -> dict[str, str]:
         allocator += f",{ROUNDING}:{EXACT_PINNED_MB}"
     torch._C._accelerator_setAllocatorSettings(allocator)  # type: ignore[attr-defined]
     cpus = cpus_near(names_of([torch.device(device).index or 0], os.environ))
-    bind_process(cpus)
+    bind_thread(cpus)
     settings = {
         "torch": str(torch.__version__),
         "fp32_products": torch.backends.cuda.matmul.fp32_precision,

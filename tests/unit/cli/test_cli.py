@@ -143,6 +143,15 @@ def test_doctor_validate_and_mistakes_are_read_by_scripts(job_file):
     assert resolved["seed"] == 7
 
 
+def test_doctor_lists_the_variables_of_gpu_libraries(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    (found,) = [each for each in examine() if each.about == "GPU variables"]
+    assert found.level == "ok"
+    assert "NCCL_DEBUG=INFO" in found.found
+    assert "CUDA_VISIBLE_DEVICES" not in found.found
+
+
 def test_doctor_fails_where_a_run_would(monkeypatch):
     monkeypatch.setattr(doctor_module, "find_redis_server", lambda: None)
     found = {finding.about: finding for finding in examine(least_shm_bytes=1 << 60)}

@@ -267,3 +267,14 @@ def test_a_name_in_the_hub_gets_a_hint_how_to_fetch_it(folder, monkeypatch):
     said = refused(folder, "model=Qwen/Qwen3-0.6B", "tasks.train=openai/gsm8k")
     assert "`hf download Qwen/Qwen3-0.6B`" in said
     assert "`hf download openai/gsm8k --repo-type dataset`" in said
+
+
+def test_the_number_types_that_auto_stands_for_are_shown(folder):
+    shown = validate(folder, "rollout.dtype=bfloat16")
+    assert shown.exit_code == 0, shown.output
+    assert [line.strip() for line in shown.output.splitlines() if "dtype:" in line] == [
+        "dtype: bfloat16",
+        "dtype: float32",
+    ]
+    told = json.loads(validate(folder, "--json").output)
+    assert (told["trainer"]["dtype"], told["rollout"]["dtype"]) == ("float32", "float32")

@@ -120,3 +120,13 @@ def test_what_servers_need_of_ours_is_there_only_where_it_is_needed():
     (declared,) = sglang.INSIDE.glob("*.dist-info/entry_points.txt")  # by which the server finds the plugin
     assert "areal_sglang_cpu:register" in declared.read_text()
     assert "def register()" in (sglang.INSIDE / "areal_sglang_cpu.py").read_text()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_server_has_the_users_variables_of_gpu_libraries_and_its_own_gpus(engine: str) -> None:
+    users = {"NCCL_DEBUG": "INFO", "TORCH_LOGS": "x", "PYTORCH_ALLOC_CONF": "x:1", "CUDA_CACHE_PATH": "/c"}
+    launch = launched(device="cuda", gpus=("3",))
+    found = ENGINES[engine].variables(launch, users | {"CUDA_VISIBLE_DEVICES": "2,3"})
+    assert users.items() <= found.items()
+    assert found["CUDA_VISIBLE_DEVICES"] == "3"
+    assert "expandable_segments" not in str(ENGINES[engine].variables(launch, {})), "sleep mode refuses it"

@@ -66,21 +66,20 @@ def test_gpus_of_several_kinds_have_a_number_only_in_the_order_of_their_addresse
     assert near(machine, "GPU-00aa-11") == [0, 1, 3]
 
 
-def test_all_threads_of_a_process_are_bound_and_children_alone_if_asked():
+def test_a_thread_is_bound_with_those_that_it_starts_and_children_alone_if_asked():
     """In a process of its own, because nothing unbinds it."""
     code = (
         "import os, threading, subprocess, sys\n"
-        "from areal_async.base.gpus import bind_process, children_on\n"
-        "own = {max(os.sched_getaffinity(0))}\n"
-        "before = os.sched_getaffinity(0)\n"
+        "from areal_async.base.gpus import bind_thread, children_on\n"
+        "own, before = {max(os.sched_getaffinity(0))}, os.sched_getaffinity(0)\n"
         "show = [sys.executable, '-c', 'import os; print(sorted(os.sched_getaffinity(0)))']\n"
         "with children_on(frozenset(own)):\n"
         "    print(subprocess.run(show, capture_output=True, text=True).stdout.strip() == str(sorted(own)))\n"
         "print(os.sched_getaffinity(0) == before)\n"
-        "bind_process(frozenset()); print(os.sched_getaffinity(0) == before)\n"
-        "go, seen = threading.Event(), []\n"
-        "other = threading.Thread(target=lambda: (go.wait(), seen.append(os.sched_getaffinity(0))))\n"
-        "other.start(); bind_process(frozenset(own)); go.set(); other.join()\n"
+        "bind_thread(frozenset()); print(os.sched_getaffinity(0) == before)\n"
+        "seen = []\n"
+        "other = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))\n"
+        "bind_thread(frozenset(own)); other.start(); other.join()\n"
         "print(seen == [own] == [os.sched_getaffinity(0)])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
