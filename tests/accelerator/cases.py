@@ -194,7 +194,7 @@ def _from_files(name: str, model: Path, _: Path, out: Path, device: str, budget:
         for each in rows:
             each["reward_model"]["style"] = "rule"
     else:
-        rows = files_process.rows_of(form, 8, 0)
+        rows = files_process.rows_of(form, 16, 0)
     content = {
         "job": "files",
         "kind": kind,

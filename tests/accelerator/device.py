@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 NAME = "believed"
 CUDA, DEVICE = torch.device("cuda", 0), torch.device("privateuseone", 0)
@@ -96,6 +95,9 @@ class CudaTensor(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if MakeBelieveCuda.current is None:
@@ -148,32 +150,24 @@ class MakeBelieveCuda:
     def apply(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator as CUDA would. Raises the error of CUDA if it mixes devices."""
         name = func._schema.name.rpartition("::")[2]
-        flat, spec = tree_flatten((args, kwargs))
-        ours = [each for each in flat if isinstance(each, CudaTensor)]
+        if special := _SPECIAL.get(name):
+            return special(self, func, *args, **kwargs)
         asked = kwargs.get("device")
         asked = None if asked is None else torch.device(asked).type
         asked = "cuda" if asked == DEVICE.type else asked
-        if special := _SPECIAL.get(name):
-            return special(self, func, *args, **kwargs)
+        tensors: list[Tensor] = []
+        inner = [_inner(each, tensors) for each in args]
+        named = {key: _inner(each, tensors) for key, each in kwargs.items()}
+        ours = [each for each in tensors if isinstance(each, CudaTensor)]
         if not ours and asked != "cuda":
             return self._on_host(func, args, kwargs)
-        if ours:
-            self._check(func, name, args, kwargs, flat)
-        self._count(func, name, args, kwargs, ours, asked)
-        known = {id(each.host): each for each in ours}
-        args, kwargs = tree_unflatten([_inner(each) for each in flat], spec)
-        if kwargs.get("pin_memory") is False:
-            kwargs = {**kwargs, "pin_memory": None}
-        found = func(*args, **kwargs)
-        if asked not in (None, "cuda"):
-            return found
-
-        def outer(each: Any) -> Any:
-            if not isinstance(each, Tensor):
-                return each
-            return known[id(each)] if id(each) in known else CudaTensor(each)
-
-        return tree_map(outer, found)
+        if len(ours) < len(tensors):
+            self._check(func, name, args, kwargs, tensors)
+        self._count(func, name, args, kwargs, asked)
+        if named.get("pin_memory") is False:
+            named["pin_memory"] = None
+        found = func(*inner, **named)
+        return found if asked not in (None, "cuda") else _outer(found, {id(each.host): each for each in ours})
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on host tensors alone. Pinned memory is ordinary memory with a mark."""
@@ -189,10 +183,9 @@ class MakeBelieveCuda:
     def is_pinned(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, CudaTensor) and tensor.untyped_storage()._cdata in self._pinned
 
-    def _check(self, func: Any, name: str, args: Any, kwargs: Any, flat: list[Any]) -> None:
+    def _check(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
         """Raise what CUDA raises if the operator has tensors on two devices and cannot have them."""
-        hosts = [each for each in flat if isinstance(each, Tensor) and not isinstance(each, CudaTensor)]
-        hosts = [each for each in hosts if each.device.type == "cpu"]
+        hosts = [each for each in tensors if not isinstance(each, CudaTensor) and each.device.type == "cpu"]
         if not hosts or name in COPIES:
             return
         if name in INDEXED:
@@ -217,7 +210,7 @@ class MakeBelieveCuda:
         if len(args) > 2 and any(args[2] is each for each in hosts) and args[2].dim():
             raise RuntimeError(f"Expected all tensors to be on the same device: {name} at {_place()}")
 
-    def _count(self, func: Any, name: str, args: Any, kwargs: Any, ours: list[Any], asked: Any) -> None:
+    def _count(self, func: Any, name: str, args: Any, kwargs: Any, asked: Any) -> None:
         if not func.is_view:
             self.launches += 1
         waits = name in UNKNOWN_SIZE | READ
@@ -272,10 +265,11 @@ class _Factories(TorchFunctionMode):
     """Functions that torch does not show to a dispatch mode."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.device:
-            return func(*args, **(kwargs or {}))
-        args = tuple(_of_torch(each) for each in args)
-        kwargs = {name: _of_torch(each) for name, each in (kwargs or {}).items()}
+        kwargs = dict(kwargs or {})
+        if func is Tensor.to:
+            args = tuple(_of_torch(each) for each in args)
+        if "device" in kwargs:
+            kwargs["device"] = _of_torch(kwargs["device"])
         if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
             device = kwargs.pop("device", args[0].device if func is Tensor.new_tensor else None)
             if func is Tensor.new_tensor:
@@ -293,12 +287,22 @@ def _of_torch(each: Any) -> Any:
     return DEVICE if isinstance(each, torch.device) and each.type == "cuda" else each
 
 
-def _inner(each: Any) -> Any:
-    if isinstance(each, CudaTensor):
-        return each.host
-    if isinstance(each, torch.device) and each.type in (CUDA.type, DEVICE.type):
-        return HOST
-    return each
+def _inner(each: Any, tensors: list[Tensor]) -> Any:
+    """Return an argument with host tensors in place of device tensors. Its tensors are added to `tensors`."""
+    if isinstance(each, Tensor):
+        tensors.append(each)
+        return each.host if isinstance(each, CudaTensor) else each
+    if isinstance(each, list | tuple):
+        return type(each)(_inner(one, tensors) for one in each)
+    return HOST if isinstance(each, torch.device) and each.type in (CUDA.type, DEVICE.type) else each
+
+
+def _outer(found: Any, known: Mapping[int, CudaTensor]) -> Any:
+    """Return a result with device tensors in place of host tensors. `known` are arguments by their host
+    tensors, which an operator that works in place returns."""
+    if isinstance(found, Tensor):
+        return known[id(found)] if id(found) in known else CudaTensor(found)
+    return type(found)(_outer(one, known) for one in found) if isinstance(found, list | tuple) else found
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:

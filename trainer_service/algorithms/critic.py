@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainer_service.algorithms.table import masked
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -47,21 +49,15 @@ class ValueStatistics:
     """Accuracy with which the critic predicted the returns before the step, accumulated over the step's
     micro-batches."""
 
-    def __init__(self) -> None:
-        self._sums = torch.zeros(len(SUMS), dtype=torch.float64)
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(self, terms: ValueTerms, units: UnitTable) -> None:
         mask = units.mask
-        target, value = units["return"][mask].double(), units["value"][mask].double()
-        figures = (
-            mask.sum().double(),
-            target.sum(),
-            target.square().sum(),
-            (target - value).square().sum(),
-            terms.clipped.sum().double(),
-        )
-        self._sums += torch.stack(figures).cpu()
+        target, value = (masked(units[name].double(), mask) for name in ("return", "value"))
+        columns = (mask, target, target.square(), (target - value).square(), terms.clipped)
+        self._sums += torch.stack([column.double().sum() for column in columns])
 
     def include(self, other: ValueStatistics) -> None:
         """Add the counts of another accumulator."""

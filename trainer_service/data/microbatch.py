@@ -16,6 +16,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from trainer_service.data.prefixes import Branching, Runs, Tree, branching_of, p
 from trainer_service.data.rows import TrainingRow, joined
 from trainer_service.errors import BatchError
 from trainer_service.ranks import Ranks
+from trainer_service.transfer import on_device
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,12 @@ class MicroBatch:
     """i16 [L, T, K]: the experts that the engine chose in each layer of experts. An entry is -1 if the engine
     reported no expert there or left one out. The value is None if the model's own routers choose for all
     tokens."""
+    replayed_tokens: int = 0
+    """Number of tokens with a route in at least one layer."""
 
     @property
     def n_tokens(self) -> int:
         return self.input_ids.shape[1]
-
-    @property
-    def replayed_tokens(self) -> int:
-        """Number of tokens with a route in at least one layer."""
-        return 0 if self.routes is None else int((self.routes >= 0).any(-1).any(0).sum())
 
     @property
     def n_units(self) -> int:
@@ -116,23 +115,26 @@ def build_micro_batch(
     counts = [len(row.position) for row in rows]
     episode = np.repeat(np.array([row.episode for row in rows], np.int64), counts)
 
-    def tensor(array: NDArray, dtype: type[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
-
+    routes = _packed_routes(rows)
+    arrays = {
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        "predict": places_of(rows, starts) if rows else episode,
+        "target": joined([row.token_ids[row.position] for row in rows], np.int64),
+        "temperature": joined([row.temperature for row in rows], np.float32),
+        "episode": episode,
+    }
+    if all(row.feeds_last for row in rows):
+        arrays["own"] = places_of(rows, starts, before=0) if rows else episode
+    if routes is not None:
+        arrays["routes"] = routes
+    tensors: dict[str, Any] = {"own": None, **on_device(arrays, device)}
     return MicroBatch(
-        input_ids=tensor(ids, np.int64)[None],
-        position_ids=tensor(positions, np.int64)[None],
         runs=runs,
         branching=branching_of(runs, positions, device),
         shared_tokens=int(shared.sum()),
-        predict=tensor(places_of(rows, starts) if rows else episode, np.int64),
-        own=tensor(places_of(rows, starts, before=0) if rows else episode, np.int64)
-        if all(row.feeds_last for row in rows)
-        else None,
-        target=tensor(joined([row.token_ids[row.position] for row in rows], np.int64), np.int64),
-        temperature=tensor(joined([row.temperature for row in rows], np.float32), np.float32),
-        episode=tensor(episode, np.int64),
-        routes=None if (routes := _packed_routes(rows)) is None else tensor(routes, np.int16),
+        replayed_tokens=0 if routes is None else int((routes >= 0).any(-1).any(0).sum()),
+        **tensors,
     )
 
 
