@@ -99,7 +99,11 @@ def prime(units: UnitTable, *, gamma: Fraction = 1.0, beta: Positive = 0.05, whi
         return (samples.sum(own) - own) / (n - 1).clamp(min=1)
 
     outcome = episodes.reward - of_others(episodes.reward)
-    columns = {"baseline": of_others(total / length.clamp(min=1)), "outcome": outcome, "some": counts & (n > 1)}
+    columns = {
+        "baseline": of_others(total / length.clamp(min=1)),
+        "outcome": outcome,
+        "some": counts & (n > 1),
+    }
     there = on_device({name: each.numpy() for name, each in columns.items()}, units.mask.device)
     baseline, outcome, some = (each[units.episode] for each in there.values())
     found = units.in_time().to_go(r - baseline, gamma) + outcome

@@ -147,7 +147,9 @@ class SequenceTrainer:
         chosen = [replace(rows[index], episode=index) for index in mine]
         passes = plan_passes(chosen, self._ranks, self._budget, self._cost, groups=groups)
         size = np.bincount(groups)
-        homes = [np.unique(groups[[row.episode for row in part]], return_counts=True) for part in passes if part]
+        homes = [
+            np.unique(groups[[row.episode for row in part]], return_counts=True) for part in passes if part
+        ]
         parted = any((size[examples] != counts).any() for examples, counts in homes)
         batches = [build_micro_batch(part, device=self._ranks.device) for part in passes]
         return batches, not self._ranks.largest(int(parted))

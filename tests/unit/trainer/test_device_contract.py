@@ -69,7 +69,9 @@ def test_the_host_waits_twice_a_micro_batch_at_most_and_four_times_a_step(ran, n
     assert sum(found.syncs.values()) <= most, "\n".join(f"{n} {each}" for each, n in found.syncs.items())
 
 
-@pytest.mark.parametrize("name", ["preset-grpo", "preset-gspo", "critic-head", "process-reward", "sft", "dpo"])
+@pytest.mark.parametrize(
+    "name", ["preset-grpo", "preset-gspo", "critic-head", "process-reward", "sft", "dpo"]
+)
 def test_more_micro_batches_are_no_more_waits(ran, name):
     whole, cut = ran(name, "cuda:0", "whole"), ran(name, "cuda:0")
     assert cut.micro_batches >= whole.micro_batches + 2
