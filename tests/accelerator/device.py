@@ -411,8 +411,8 @@ TORCH_CUDA: dict[str, Any] = {
 
 @cache
 def _register() -> None:
-    """Register the device that torch reserves for others (`privateuseone`), which autograd needs to know. This
-    holds for the rest of the process."""
+    """Register the device that torch reserves for others (`privateuseone`), which autograd needs to know.
+    This holds for the rest of the process."""
     module = type("Module", (), {"_is_in_bad_fork": staticmethod(lambda: False)})
     for name in ("manual_seed_all", "set_rng_state"):
         setattr(module, name, staticmethod(lambda *_: None))
