@@ -54,6 +54,9 @@ RL: Mapping[str, dict[str, Any]] = {
     **{name: _grpo(backend_args={"recompute": how}) for name, how in RECOMPUTE.items()},
     "offloaded": _grpo(backend_args={"offload_optimizer": True}),
     "bfloat16": _grpo(dtype="bfloat16"),
+    "bfloat16-recompute-full": _grpo(dtype="bfloat16", backend_args={"recompute": "full"}),
+    "bfloat16-recompute-selective": _grpo(dtype="bfloat16", backend_args={"recompute": "selective"}),
+    "bfloat16-critic": _preset("ppo", dtype="bfloat16", critic=CRITIC),
     "lora": _grpo(lora={"rank": 4}),
     "two-updates": _grpo(minibatches=2),
     "several-updates-of-episodes": _preset("gspo", minibatches=2),
@@ -88,6 +91,8 @@ FILES: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "orpo": ("preference", "pairs", {"loss": "orpo"}),
     "reward-model": ("reward_model", "pairs", {}),
     "reward-model-scores": ("reward_model", "scored", {}),
+    "bfloat16-sft": ("sft", "sums", {}),
+    "bfloat16-reward-model": ("reward_model", "pairs", {}),
 }
 """Name → kind of a job, form of its rows, and more of the section of its kind."""
 BUDGETS = {"whole": 4096, "cut": 24}
@@ -132,7 +137,12 @@ def job_of(name: str, model: Path, other: Path, out: Path, budget: int) -> JobCo
         "tasks": {"train": files_process.write_rows(out / "tasks.jsonl", sums)},
         "rollout": {"max_model_len": 64, "sampling": {"max_new_tokens": 8}},
         "buffer": {"max_staleness": 2, "batch_groups": 3},
-        "trainer": {"steps": 10, "micro_batch_tokens": budget, "optimizer": {"lr": 1e-3, "eps": 1e-3}}
+        "trainer": {
+            "steps": 10,
+            "dtype": "float32",
+            "micro_batch_tokens": budget,
+            "optimizer": {"lr": 1e-3, "eps": 1e-3},
+        }
         | trainer,
     }
     return load_job(content, source="case", base=out)
@@ -200,7 +210,12 @@ def _from_files(name: str, model: Path, _: Path, out: Path, device: str, budget:
         "kind": kind,
         "model": str(model),
         "tasks": {"train": files_process.write_rows(out / "train.jsonl", rows)},
-        "trainer": {"steps": 4, "optimizer": {"lr": 1e-3, "eps": 1e-3}, "micro_batch_tokens": budget},
+        "trainer": {
+            "steps": 4,
+            "dtype": "bfloat16" if name.startswith("bfloat16") else "float32",
+            "micro_batch_tokens": budget,
+            "optimizer": {"lr": 1e-3, "eps": 1e-3},
+        },
         kind: more,
     }
     job, ranks, found = JobConfig.model_validate(content), join_ranks(0, 1, device=device), Ran()

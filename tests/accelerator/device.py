@@ -29,9 +29,12 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import flash_cpu
 
 NAME = "believed"
 CUDA, DEVICE = torch.device("cuda", 0), torch.device("privateuseone", 0)
@@ -175,6 +178,11 @@ class MakeBelieveCuda:
         found = func(*args, **({**kwargs, "pin_memory": None} if pinned is not None else kwargs))
         return self.pin(found) if pinned else found
 
+    def attend(self, name: str, args: Any, kwargs: Any) -> None:
+        """Note an attention call by everything for which a kernel or a plan is chosen."""
+        given = [*args, *(kwargs[key] for key in sorted(kwargs))]
+        self.attention.append((name, *(shape_of(each) for each in given)))
+
     def pin(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         self._pinned[storage._cdata] = storage
@@ -213,6 +221,8 @@ class MakeBelieveCuda:
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, asked: Any) -> None:
         if not func.is_view:
             self.launches += 1
+        if name == "_varlen_attn":
+            self.attend(name, args, kwargs)
         waits = name in UNKNOWN_SIZE | READ
         if name == "repeat_interleave":
             waits = any(isinstance(each, Tensor) for each in args[1:2] or args[:1])
@@ -250,6 +260,10 @@ class MakeBelieveCuda:
         return False
 
 
+def shape_of(each: Any) -> Any:
+    return (tuple(each.shape), str(each.dtype)) if isinstance(each, Tensor) else str(each)
+
+
 class _Mode(TorchDispatchMode):
     def __init__(self, device: MakeBelieveCuda) -> None:
         super().__init__()
@@ -264,10 +278,16 @@ class _Mode(TorchDispatchMode):
 class _Factories(TorchFunctionMode):
     """Functions that torch does not show to a dispatch mode."""
 
+    def __init__(self, device: MakeBelieveCuda) -> None:
+        super().__init__()
+        self.device = device
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is Tensor.to:
             args = tuple(_of_torch(each) for each in args)
+        if func is scaled_dot_product_attention and isinstance(args[0], CudaTensor):
+            self.device.attend("sdpa", args, kwargs)
         if "device" in kwargs:
             kwargs["device"] = _of_torch(kwargs["device"])
         if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
@@ -402,6 +422,7 @@ TORCH_CUDA: dict[str, Any] = {
     "set_device": lambda *_: None,
     "synchronize": lambda *_: _waited("torch.cuda.synchronize"),
     "is_available": lambda: True,
+    "get_device_capability": lambda *_: (9, 0),
     "is_initialized": lambda: True,
     "is_current_stream_capturing": lambda: False,
     "_lazy_init": lambda: None,
@@ -432,6 +453,7 @@ def make_believe_cuda() -> Iterator[MakeBelieveCuda]:
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(MakeBelieveCuda, "current", device))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(_Factories())
+        stack.enter_context(flash_cpu.installed())
+        stack.enter_context(_Factories(device))
         stack.enter_context(_Mode(device))
         yield device
