@@ -57,6 +57,7 @@ RL: Mapping[str, dict[str, Any]] = {
     "bfloat16-recompute-full": _grpo(dtype="bfloat16", backend_args={"recompute": "full"}),
     "bfloat16-recompute-selective": _grpo(dtype="bfloat16", backend_args={"recompute": "selective"}),
     "bfloat16-critic": _preset("ppo", dtype="bfloat16", critic=CRITIC),
+    "bfloat16-ragged": _grpo(dtype="bfloat16"),
     "lora": _grpo(lora={"rank": 4}),
     "two-updates": _grpo(minibatches=2),
     "several-updates-of-episodes": _preset("gspo", minibatches=2),
@@ -95,7 +96,7 @@ FILES: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "bfloat16-reward-model": ("reward_model", "pairs", {}),
 }
 """Name → kind of a job, form of its rows, and more of the section of its kind."""
-BUDGETS = {"whole": 4096, "cut": 24}
+BUDGETS = {"whole": 8192, "medium": 512, "cut": 24}
 """Tokens in a micro-batch: few micro-batches, or many, between which the rows of an example are cut."""
 
 
@@ -136,7 +137,7 @@ def job_of(name: str, model: Path, other: Path, out: Path, budget: int) -> JobCo
         "run_dir": str(out),
         "tasks": {"train": files_process.write_rows(out / "tasks.jsonl", sums)},
         "rollout": {"max_model_len": 64, "sampling": {"max_new_tokens": 8}},
-        "buffer": {"max_staleness": 2, "batch_groups": 3},
+        "buffer": {"max_staleness": 2, "batch_groups": 8},
         "trainer": {
             "steps": 10,
             "dtype": "float32",
@@ -148,11 +149,13 @@ def job_of(name: str, model: Path, other: Path, out: Path, budget: int) -> JobCo
     return load_job(content, source="case", base=out)
 
 
-def batch_of(step: int) -> tuple[Batch, dict[str, bytes]]:
-    """A batch with answers of several branches, two components of the reward, and stale units."""
-    batch, blobs = synthetic_batch(
-        step, groups=3, group_size=3, max_staleness=2, lengths=(1, 9), branches=2, seed=4
-    )
+def batch_of(step: int, *, ragged: bool = False) -> tuple[Batch, dict[str, bytes]]:
+    """A batch with answers of several branches, two components of the reward, and stale units. With `ragged`
+    it has more answers, of many lengths."""
+    sizes: dict[str, Any] = {"groups": 3, "group_size": 3, "lengths": (1, 9), "branches": 2}
+    if ragged:
+        sizes = {"groups": 8, "group_size": 8, "lengths": (1, 100), "branches": 1}
+    batch, blobs = synthetic_batch(step, max_staleness=2, seed=4, **sizes)
     draw = random.Random(step)
 
     def with_components(episode: Any) -> Any:
@@ -171,7 +174,7 @@ def _rl(name: str, model: Path, other: Path, out: Path, device: str, budget: int
     backend = load_backend(job, ranks)
     learner, found = Learner(job, ranks, backend), Ran()
     for step in range(2, 2 + STEPS):
-        batch, blobs = batch_of(step)
+        batch, blobs = batch_of(step, ragged=name.endswith("ragged"))
         before = sum(backend.updates.values())
         if counted is not None:
             counted.clear()

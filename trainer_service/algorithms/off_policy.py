@@ -39,10 +39,11 @@ class StepStatistics:
     ) -> None:
         self._step = step
         self._names = tuple(figures)
-        rows, columns = max_staleness + 1, len(SUMS) + len(self._names)
-        self._sums = torch.zeros(rows, columns, dtype=torch.float64, device=device)
-        self._extremes = torch.full((rows, 2), -torch.inf, dtype=torch.float64, device=device)
-        """Two columns: the largest w and the largest -w."""
+        rows = len(SUMS) + len(self._names) + 2
+        self.table = torch.zeros(rows, max_staleness + 1, dtype=torch.float64, device=device)
+        """Sums, the largest w and the largest -w by staleness. The caller may replace the table by one that is
+        equal and on another device."""
+        self.table[-2:] = -torch.inf
 
     @torch.no_grad()
     def add(self, terms: UnitTerms, units: UnitTable) -> None:
@@ -59,28 +60,27 @@ class StepStatistics:
                 torch.xlogy(w, w) - w + 1,
                 -units.behaviour.double(),
                 *(terms.figures[name].double() for name in self._names),
-            ],
-            dim=1,
+            ]
         )
-        self._sums.index_add_(0, staleness, masked(columns, mask[:, None]))
-        both = torch.stack([w, -w], dim=1).masked_fill(~mask[:, None], -torch.inf)
-        self._extremes.scatter_reduce_(0, staleness[:, None].expand(-1, 2), both, "amax")
+        self.table[:-2].index_add_(1, staleness, masked(columns, mask))
+        both = torch.stack([w, -w]).masked_fill(~mask, -torch.inf)
+        self.table[-2:].scatter_reduce_(1, staleness.expand(2, -1), both, "amax")
 
     def include(self, other: StepStatistics) -> None:
         """Add the counts of another accumulator for the same step."""
-        self._sums += other._sums
-        self._extremes = self._extremes.maximum(other._extremes)
+        self.table[:-2] += other.table[:-2]
+        self.table[-2:] = self.table[-2:].maximum(other.table[-2:])
 
     def reduce(self, sum_: Callable[[Tensor], None], max_: Callable[[Tensor], None]) -> None:
         """Add up over ranks, in place. The arguments are all-reduce functions."""
-        sum_(self._sums)
-        max_(self._extremes)
+        sum_(self.table[:-2])
+        max_(self.table[-2:])
 
     def report(self) -> dict[str, object]:
         """Return the figures over all units. `by_staleness` has the same figures for each staleness that
         occurred."""
-        found = torch.cat([self._sums, self._extremes], dim=1).cpu()
-        sums, extremes = found[:, :-2], found[:, -2:]
+        table = self.table.T.cpu()
+        sums, extremes = table[:, :-2], table[:, -2:]
         figures: dict[str, object] = dict(self._figures(sums.sum(0), extremes.amax(0)))
         figures["by_staleness"] = {
             str(staleness): self._figures(sums[staleness], extremes[staleness])

@@ -279,9 +279,10 @@ class _Step:
         self._made = 0
         self._critic_alone = objective.trains_critic and inputs.step < objective.critic.warmup_steps
         """Whether this step trains only the critic."""
-        self._statistics, self._values = self._new_statistics()
-        self._now, self._values_now = self._new_statistics()
-        """Statistics of the current minibatch, for the policy and for the critic."""
+        self._statistics, self._values = self._new_statistics("cpu")
+        self._now, self._values_now = self._new_statistics(ranks.device)
+        """Statistics of the current minibatch, for the policy and for the critic. They are read from the
+        device together with its loss."""
 
     def run(self) -> StepResult:
         trained = self._has_something_to_learn()
@@ -294,8 +295,6 @@ class _Step:
                 with self._left_out(len(self._packed)):
                     process = self._train_process()
         ranks, objective = self._ranks, self._objective
-        self._statistics.reduce(ranks.sum, ranks.max)
-        self._values.reduce(ranks.sum)
         critic = self._values.report() if objective.trains_critic else {}
         return StepResult(
             losses=self._losses,
@@ -468,15 +467,15 @@ class _Step:
     def _per_episode(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(len(self._inputs.names), dtype=dtype, device=self._ranks.device)
 
-    def _new_statistics(self) -> tuple[StepStatistics, ValueStatistics]:
-        step, eta, device = self._inputs.step, self._inputs.max_staleness, self._ranks.device
+    def _new_statistics(self, device: torch.device | str) -> tuple[StepStatistics, ValueStatistics]:
+        step, eta = self._inputs.step, self._inputs.max_staleness
         return StepStatistics(step, eta, self._objective.figures, device), ValueStatistics(device)
 
     def _accumulate(self, minibatch: Minibatch) -> tuple[float, dict[int, int]]:
         """Compute the gradients of the policy and of a separate critic. Returns the policy's loss and the
         number of faulty units by episode. A unit is faulty if its log-prob, value or loss is not finite."""
         objective, ranks, totals = self._objective, self._ranks, minibatch.totals
-        self._now, self._values_now = self._new_statistics()
+        self._now, self._values_now = self._new_statistics(ranks.device)
         means = self._means_of_episodes(minibatch) if objective.over_episodes else None
         total = torch.zeros((), dtype=torch.float64, device=ranks.device)
         faulty = self._per_episode(torch.int64)
@@ -514,7 +513,13 @@ class _Step:
             self._backend.train(CRITIC, minibatch.batches, value_loss_of, columns=("value",))
         ranks.sum(total)
         ranks.sum(faulty)
-        found, count = torch.stack([total, faulty.sum()]).tolist()
+        now, values = self._now, self._values_now
+        now.reduce(ranks.sum, ranks.max)
+        values.reduce(ranks.sum)
+        parts = torch.stack([total, faulty.sum()]), now.table.flatten(), values.sums
+        decisive, table, values.sums = torch.cat(parts).cpu().split([len(part) for part in parts])
+        now.table = table.view_as(now.table)
+        found, count = decisive.tolist()
         return found, {episode: n for episode, n in enumerate(faulty.tolist()) if n} if count else {}
 
     def _apply(self) -> tuple[float, list[float]]:

@@ -11,9 +11,11 @@ from tests.accelerator.cases import BUDGETS, FILES, RL, STEPS, Ran, run
 from tests.unit.trainer.conftest import write_model
 
 PER_MICRO_BATCH, PER_STEP = 2, 4
-"""Most waits of the host for the device, in each micro-batch and further ones in a step with one update."""
+"""Most waits of the host for the device that a step may have."""
 PER_UPDATE = 3
 """Waits of each further update, which is decided on its own: its loss, its gradient's norm, its weights."""
+NEW_SHAPES = 4
+"""Most shapes of attention calls that the second step may bring."""
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +65,32 @@ def test_a_training_mixes_no_devices_and_gives_what_the_cpu_gives(ran, name):
 
 
 @pytest.mark.parametrize("name", [*RL, *FILES])
-def test_the_host_waits_twice_a_micro_batch_at_most_and_four_times_a_step(ran, name):
+def test_the_host_waits_no_longer_than_allowed_for_a_single_micro_batch(ran, name):
+    """However many there are: nothing is read in a micro-batch."""
     found = ran(name, "cuda:0")
-    most = PER_MICRO_BATCH * found.micro_batches + PER_STEP + PER_UPDATE * (found.updates - 1)
-    assert sum(found.syncs.values()) <= most, "\n".join(f"{n} {each}" for each, n in found.syncs.items())
+    assert found.micro_batches > found.updates, "nothing is cut"
+    most = PER_MICRO_BATCH + PER_STEP + PER_UPDATE * (found.updates - 1)
+    assert sum(found.syncs.values()) <= most, said(found.syncs)
 
 
-@pytest.mark.parametrize(
-    "name", ["preset-grpo", "preset-gspo", "critic-head", "process-reward", "sft", "dpo"]
-)
+@pytest.mark.parametrize("name", ["preset-grpo", "preset-gspo", "sft", "dpo"])
 def test_more_micro_batches_are_no_more_waits(ran, name):
     whole, cut = ran(name, "cuda:0", "whole"), ran(name, "cuda:0")
-    assert cut.micro_batches >= whole.micro_batches + 2
-    assert sum(cut.syncs.values()) == sum(whole.syncs.values())
+    assert cut.micro_batches > whole.micro_batches
+    assert sum(cut.syncs.values()) == sum(whole.syncs.values()), said(cut.syncs)
+
+
+def said(syncs):
+    return "\n".join(f"{n} {each}" for each, n in syncs.items())
+
+
+def test_rows_of_many_lengths_are_attention_calls_of_few_shapes(ran):
+    first, second = ran("bfloat16-ragged", "cuda:0", "medium").attention
+    assert len(second) >= 10
+    assert {call[0] for call in second} == {"_varlen_attn"}
+    assert len({*second} - {*first}) <= NEW_SHAPES
+
+
+def test_calls_of_exact_attention_are_counted_too(ran):
+    _, second = ran("preset-grpo", "cuda:0").attention
+    assert {call[0] for call in second} == {"sdpa"}
