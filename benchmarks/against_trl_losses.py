@@ -174,7 +174,8 @@ def by_ours(given: dict[str, Tensor], section: dict[str, Any]) -> tuple[Tensor, 
         size = units.by_episode(torch.ones_like(found))[units.episode].float()
         units = units.with_columns(episode_mean=mean + found - found.detach(), episode_units=size)
     terms = objective.terms({"logp": logp[keep], "entropy": entropy[keep]}, units)
-    loss = (terms.loss * objective.coefficients(units, Totals(lengths, ANSWERS))).sum()
+    totals = Totals(lengths, ANSWERS, int(lengths.sum()), ANSWERS)
+    loss = (terms.loss * objective.coefficients(units, totals)).sum()
     loss.backward()
     return loss.detach(), _gradient(logp), _gradient(entropy)
 

@@ -62,7 +62,8 @@ def totals_of(table: UnitTable) -> Totals:
     """What an update of this table alone is made of."""
     counts = torch.zeros(len(table.episodes), dtype=torch.int64)
     counts = counts.index_add(0, table.episode, table.mask.long())
-    return Totals(counts, round(float((table.mask.double() / table["row_units"]).sum())))
+    rows = (table.mask.double() / table["row_units"]).sum()
+    return Totals.of(counts, Totals.figures(counts[None], rows[None])[0].tolist())
 
 
 def row(episode, segments, *, version=0, start=0, truncated=False, behaviour=None) -> TrainingRow:

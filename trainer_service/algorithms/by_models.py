@@ -34,9 +34,9 @@ def dpo(
     import torch
 
     from trainer_service.algorithms import sequence_losses
+    from trainer_service.transfer import moved
 
-    ones = torch.ones_like(units.behaviour)
-    s, ref, length = (units.by_episode(each).cpu() for each in (units["prox"], units["ref"], ones))
+    s, ref, length = units.read_by_episode(units["prox"], units["ref"], torch.ones_like(units.behaviour))
     pairs = pairs_of(units.episodes.reward, units.episodes.group, (length > 0) & ~units.episodes.baseline)
     if not len(pairs):
         return torch.zeros_like(units.behaviour, dtype=torch.float64)
@@ -48,7 +48,7 @@ def dpo(
     value = getattr(sequence_losses, loss)(given, beta=beta, **more).mean()
     (slopes,) = torch.autograd.grad(value, chosen)
     found = torch.zeros_like(s).index_copy(0, pairs.flatten(), -slopes * (length > 0).sum())
-    return found.to(units.mask.device)[units.episode]
+    return moved(found, units.mask.device)[units.episode]
 
 
 def pairs_of(reward: Tensor, group: Tensor, keep: Tensor) -> Tensor:
@@ -85,10 +85,11 @@ def prime(units: UnitTable, *, gamma: Fraction = 1.0, beta: Positive = 0.05, whi
     import torch
 
     from trainer_service.algorithms.credit import Samples
+    from trainer_service.transfer import on_device
 
     episodes = units.episodes
     r = beta * (units["process"].double() - units["ref"].double())
-    length = units.by_episode(torch.ones_like(r)).cpu()
+    total, length = units.read_by_episode(r, torch.ones_like(r))
     counts = (length > 0) & ~episodes.baseline
     samples = Samples(episodes.reward, episodes.group, length.long(), episodes.baseline)
     n = samples.sum(counts.double())
@@ -97,11 +98,16 @@ def prime(units: UnitTable, *, gamma: Fraction = 1.0, beta: Positive = 0.05, whi
         own = torch.where(counts, values, 0.0)
         return (samples.sum(own) - own) / (n - 1).clamp(min=1)
 
-    mean = units.by_episode(r).cpu() / length.clamp(min=1)
-    baseline, outcome = of_others(mean), episodes.reward - of_others(episodes.reward)
-    device, episode = units.mask.device, units.episode
-    found = units.in_time().to_go(r - baseline.to(device)[episode], gamma) + outcome.to(device)[episode]
-    found = torch.where((counts & (n > 1)).to(device)[episode], found, torch.zeros_like(found))
+    outcome = episodes.reward - of_others(episodes.reward)
+    columns = {
+        "baseline": of_others(total / length.clamp(min=1)),
+        "outcome": outcome,
+        "some": counts & (n > 1),
+    }
+    there = on_device({name: each.numpy() for name, each in columns.items()}, units.mask.device)
+    baseline, outcome, some = (each[units.episode] for each in there.values())
+    found = units.in_time().to_go(r - baseline, gamma) + outcome
+    found = torch.where(some, found, torch.zeros_like(found))
     return units.whiten(found) if whiten else found
 
 
@@ -119,9 +125,11 @@ def process_slopes(units: UnitTable, beta: float, balanced: bool = False) -> tup
     import torch
     import torch.nn.functional as F
 
-    length = units.by_episode(torch.ones_like(units.behaviour)).cpu()
-    kept = (length > 0) & ~units.episodes.baseline
-    s = beta * units.by_episode(units["process"].double() - units["ref"].double()).cpu()
+    from trainer_service.transfer import moved
+
+    gains = units["process"].double() - units["ref"].double()
+    total, length = units.read_by_episode(gains, torch.ones_like(gains))
+    kept, s = (length > 0) & ~units.episodes.baseline, beta * total
     right, n = units.episodes.reward.clamp(0, 1), kept.sum().clamp(min=1)
     wrong = 1 - right
     share = torch.tensor(0.5)
@@ -137,4 +145,4 @@ def process_slopes(units: UnitTable, beta: float, balanced: bool = False) -> tup
     gap = s[kept & (right > 0.5)][:, None] - s[kept & (right <= 0.5)]
     if gap.numel():
         figures["auc"] = float((gap.sign() + 1).mean() / 2)
-    return slopes.to(units.mask.device)[units.episode], figures
+    return moved(slopes, units.mask.device)[units.episode], figures

@@ -106,15 +106,16 @@ def m2po(weight: Tensor, units: UnitTable, *, threshold: Positive = 0.04, cap: P
     because they push the policy back towards the behaviour policy. Without them, the policy would break down.
     Source: Zheng et al. 2025, "Prosperity before collapse" (M2PO). The choice of candidates follows the
     authors' code."""
+    import torch.nn.functional as F
+
     d = _log_weight(units).double()
     outward = (units.advantage * d > 0) & units.mask
     moment = d.square().masked_fill(~outward, -1.0)
-    ordered = units.gathered(moment).sort().values
-    ordered = ordered[ordered >= 0]
-    means = ordered.cumsum(0) / ordered.new_ones(len(ordered)).cumsum(0)
-    kept = int((means <= threshold).sum())
-    limit = float(ordered[kept]) if kept < len(ordered) else math.inf
-    dropped = outward & (moment >= limit)
+    # Units that are no candidates come first, with -1. The infinity is the limit if none is dropped.
+    ordered = F.pad(units.gathered(moment).sort().values, (0, 1), value=math.inf)
+    is_candidate = ordered >= 0
+    means = ordered.where(is_candidate, 0.0).cumsum(0) / is_candidate.cumsum(0).clamp(min=1)
+    dropped = outward & (moment >= ordered.where(means > threshold, math.inf).amin())
     return weight.clamp(max=cap).masked_fill(dropped, 0.0), {"dropped_share": dropped}
 
 

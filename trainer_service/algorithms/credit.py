@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from trainer_service.algorithms.table import InTime, SegmentTable, UnitTable, difference, keys
+from trainer_service.transfer import moved
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ class Credit:
         """Return f32 [U]: values [N] of samples, for each unit."""
         index = units.episode
         if self.owner is not None:
-            index = self.owner.to(index.device)[units["segment"]]
-        return values.to(index.device)[index].float()
+            index = moved(self.owner, index.device)[units["segment"]]
+        return moved(values, index.device)[index].float()
 
 
 def samples_of(
@@ -128,9 +129,11 @@ def samples_of(
     if group_by != "task":
         return samples_of_segments(with_penalty(units, penalty), group_by, turn_discount=turn_discount)
     episodes = units.episodes
-    count = units.by_episode(torch.ones_like(units.behaviour)).long().cpu()
-    reward = episodes.reward if penalty is None else episodes.reward - units.by_episode(penalty).cpu()
-    return Credit(Samples(reward, episodes.group, count, episodes.baseline, episodes.components), None)
+    ones = torch.ones_like(units.behaviour)
+    count, taken = units.read_by_episode(ones, ones if penalty is None else penalty)
+    reward = episodes.reward if penalty is None else episodes.reward - taken
+    samples = Samples(reward, episodes.group, count.long(), episodes.baseline, episodes.components)
+    return Credit(samples, None)
 
 
 def samples_of_segments(segments: SegmentTable, group_by: str, *, turn_discount: float = 1.0) -> Credit:
@@ -190,7 +193,7 @@ def unit_rewards(units: UnitTable, penalty: Tensor | None) -> Tensor:
     segments = units.segments
     assert segments is not None, "rewards of units need the table of segments"
     own, segment = units["own_reward"], units["segment"]
-    rest = segments.reward.to(own.device) - units.by_segment(own)
+    rest = moved(segments.reward, own.device) - units.by_segment(own)
     place = torch.where(units.mask, units["unit"], -1)
     newest = torch.full((len(segments),), -1, dtype=torch.int64, device=own.device)
     newest.scatter_reduce_(0, segment, place, "amax")

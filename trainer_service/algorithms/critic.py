@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainer_service.algorithms.table import masked
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -47,34 +49,29 @@ class ValueStatistics:
     """Accuracy with which the critic predicted the returns before the step, accumulated over the step's
     micro-batches."""
 
-    def __init__(self) -> None:
-        self._sums = torch.zeros(len(SUMS), dtype=torch.float64)
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+        """The caller may replace them by equal ones on another device."""
 
     @torch.no_grad()
     def add(self, terms: ValueTerms, units: UnitTable) -> None:
         mask = units.mask
-        target, value = units["return"][mask].double(), units["value"][mask].double()
-        figures = (
-            mask.sum().double(),
-            target.sum(),
-            target.square().sum(),
-            (target - value).square().sum(),
-            terms.clipped.sum().double(),
-        )
-        self._sums += torch.stack(figures).cpu()
+        target, value = (masked(units[name].double(), mask) for name in ("return", "value"))
+        columns = (mask, target, target.square(), (target - value).square(), terms.clipped)
+        self.sums += torch.stack([column.double().sum() for column in columns])
 
     def include(self, other: ValueStatistics) -> None:
         """Add the counts of another accumulator."""
-        self._sums += other._sums
+        self.sums += other.sums
 
     def reduce(self, sum_: Callable[[Tensor], None]) -> None:
         """Add up over ranks, in place."""
-        sum_(self._sums)
+        sum_(self.sums)
 
     def report(self) -> dict[str, float]:
         """Return the figures. `explained_variance` is 1 - mean (R - V)² / variance of R, or 0 if all returns
         are equal."""
-        count, total, squared, error, clipped = self._sums.tolist()
+        count, total, squared, error, clipped = self.sums.tolist()
         count = max(1.0, count)
         variance = squared / count - (total / count) ** 2
         return {

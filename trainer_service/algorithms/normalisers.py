@@ -7,6 +7,7 @@ distribution over ranks. `parts.py` describes how to write a normaliser.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,15 +27,27 @@ class Totals:
     """i64 [E]: number of unmasked units of each episode; 0 if the episode is in another update."""
     rows: int
     """Number of rows with unmasked units."""
+    units: int
+    """Number of unmasked units; at least 1."""
+    episodes: int
+    """Number of episodes with unmasked units; at least 1."""
 
-    @property
-    def units(self) -> int:
-        return max(1, int(self.units_of_episode.sum()))
+    @classmethod
+    def of(cls, units_of_episode: Tensor, figures: Sequence[float]) -> Totals:
+        """Return totals from `units_of_episode` and the three numbers of `figures` for them."""
+        rows, units, episodes = figures
+        return cls(units_of_episode, round(rows), max(1, int(units)), max(1, int(episodes)))
 
-    @property
-    def episodes(self) -> int:
-        """Number of episodes with unmasked units; at least 1."""
-        return max(1, int((self.units_of_episode > 0).sum()))
+    @staticmethod
+    def figures(units_of_episode: Tensor, rows: Tensor) -> Tensor:
+        """Return f64 [k, 3], on the device: numbers of rows, units and episodes of k updates.
+
+        `units_of_episode` is i64 [k, E]. `rows` f64 [k] are sums over the unmasked units of 1 / (number of
+        units in the unit's row)."""
+        import torch
+
+        counts = units_of_episode.sum(1), (units_of_episode > 0).sum(1)
+        return torch.stack([rows, *(each.double() for each in counts)], dim=1)
 
 
 def token(units: UnitTable, totals: Totals) -> Tensor:

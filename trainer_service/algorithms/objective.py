@@ -34,6 +34,7 @@ from trainer_service.algorithms.parts import (
 )
 from trainer_service.algorithms.table import UnitTable, masked
 from trainer_service.errors import ObjectiveError
+from trainer_service.transfer import moved
 
 P = TypeVar("P", bound=ObjectivePart)
 OF_MODELS = ("ref", "value", "teacher", "process", "entropy")
@@ -195,7 +196,7 @@ class Objective:
         if part.of == "segment":
             segments = with_penalty(units, penalty)
             found = self._checked(part(segments, **section.advantage_args), len(segments))
-            return {"advantage": found.to(units.mask.device)[units["segment"]].float()}
+            return {"advantage": moved(found, units.mask.device)[units["segment"]].float()}
         result = part(units, **section.advantage_args)
         columns = result if isinstance(result, Mapping) else {"advantage": result}
         if not {"advantage"} <= {*columns} <= {"advantage", "return"}:

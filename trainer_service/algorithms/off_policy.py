@@ -1,6 +1,7 @@
 """Statistics of the correction and the loss in a step, split by staleness.
 
-Sums are in fp64, so the result does not depend on micro-batches or ranks. With w = exp(prox - beh) before
+Sums are in fp64, so the result does not depend on micro-batches or ranks. They stay on the units' device and
+are read once, for the report. With w = exp(prox - beh) before
 truncation:
 
     ess   (Σ w)² / (N Σ w²)          share of the data that is effectively used
@@ -19,30 +20,37 @@ import torch
 from torch import Tensor
 
 from trainer_service.algorithms.objective import UnitTerms
-from trainer_service.algorithms.table import UnitTable
+from trainer_service.algorithms.table import UnitTable, masked
 
 SUMS = ("count", "w", "w_squared", "chi2", "kl", "surprise")
 
 
 class StepStatistics:
     """Accumulator over the micro-batches of the step that starts from version `step`. `figures` has the names
-    of further figures; the accumulator computes the mean of each over units."""
+    of further figures; the accumulator computes the mean of each over units. `device` is that of the
+    units."""
 
-    def __init__(self, step: int, max_staleness: int, figures: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        step: int,
+        max_staleness: int,
+        figures: Sequence[str] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
         self._step = step
         self._names = tuple(figures)
-        self._sums = torch.zeros(max_staleness + 1, len(SUMS) + len(self._names), dtype=torch.float64)
-        self._extremes = torch.full((max_staleness + 1, 2), -torch.inf, dtype=torch.float64)
-        """Two columns: the largest w and the largest -w."""
+        rows = len(SUMS) + len(self._names) + 2
+        self.table = torch.zeros(rows, max_staleness + 1, dtype=torch.float64, device=device)
+        """Sums, the largest w and the largest -w by staleness. The caller may replace the table by one that is
+        equal and on another device."""
+        self.table[-2:] = -torch.inf
 
     @torch.no_grad()
     def add(self, terms: UnitTerms, units: UnitTable) -> None:
         """Count the unmasked units of one micro-batch. Their staleness must have been checked before."""
         mask = units.mask
-        if not bool(mask.any()):
-            return
-        staleness = (self._step - units.version[mask]).cpu()
-        w = terms.weight[mask].double().cpu()
+        staleness = masked(self._step - units.version, mask)
+        w = terms.weight.double()
         columns = torch.stack(
             [
                 torch.ones_like(w),
@@ -50,33 +58,34 @@ class StepStatistics:
                 w.square(),
                 (w - 1).square(),
                 torch.xlogy(w, w) - w + 1,
-                -units.behaviour[mask].double().cpu(),
-                *(terms.figures[name][mask].double().cpu() for name in self._names),
-            ],
-            dim=1,
+                -units.behaviour.double(),
+                *(terms.figures[name].double() for name in self._names),
+            ]
         )
-        self._sums.index_add_(0, staleness, columns)
-        both = torch.stack([w, -w], dim=1)
-        self._extremes.scatter_reduce_(0, staleness[:, None].expand(-1, 2), both, "amax")
+        self.table[:-2].index_add_(1, staleness, masked(columns, mask))
+        both = torch.stack([w, -w]).masked_fill(~mask, -torch.inf)
+        self.table[-2:].scatter_reduce_(1, staleness.expand(2, -1), both, "amax")
 
     def include(self, other: StepStatistics) -> None:
         """Add the counts of another accumulator for the same step."""
-        self._sums += other._sums
-        self._extremes = self._extremes.maximum(other._extremes)
+        self.table[:-2] += other.table[:-2]
+        self.table[-2:] = self.table[-2:].maximum(other.table[-2:])
 
     def reduce(self, sum_: Callable[[Tensor], None], max_: Callable[[Tensor], None]) -> None:
         """Add up over ranks, in place. The arguments are all-reduce functions."""
-        sum_(self._sums)
-        max_(self._extremes)
+        sum_(self.table[:-2])
+        max_(self.table[-2:])
 
     def report(self) -> dict[str, object]:
         """Return the figures over all units. `by_staleness` has the same figures for each staleness that
         occurred."""
-        figures: dict[str, object] = dict(self._figures(self._sums.sum(0), self._extremes.amax(0)))
+        table = self.table.T.cpu()
+        sums, extremes = table[:, :-2], table[:, -2:]
+        figures: dict[str, object] = dict(self._figures(sums.sum(0), extremes.amax(0)))
         figures["by_staleness"] = {
-            str(staleness): self._figures(self._sums[staleness], self._extremes[staleness])
-            for staleness in range(self._sums.shape[0])
-            if self._sums[staleness, 0] > 0
+            str(staleness): self._figures(sums[staleness], extremes[staleness])
+            for staleness in range(len(sums))
+            if sums[staleness, 0] > 0
         }
         return figures
 

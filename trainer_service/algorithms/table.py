@@ -27,6 +27,7 @@ from areal_async.base.verdicts import Parts
 from areal_async.rpc.messages import BatchEpisode
 from areal_async.trajectory.builder import anchor_of
 from trainer_service.errors import ObjectiveError
+from trainer_service.transfer import moved
 
 if TYPE_CHECKING:
     from trainer_service.ranks import Ranks
@@ -122,44 +123,48 @@ class SegmentTable:
 
 @dataclass(frozen=True)
 class InTime:
-    """The entries of a table, as sequences in the order of time. M of the N entries belong to a sequence."""
+    """The N entries of a table, as sequences in the order of time."""
 
     order: Tensor
-    """i64 [M]: indices of the entries, sequence by sequence, in ascending time."""
+    """i64 [N]: indices of the entries, sequence by sequence, in ascending time. The entries that belong to no
+    sequence are the last."""
     follows: Tensor
-    """bool [M - 1]: whether the next entry is in the same sequence."""
+    """bool [N - 1]: whether the next entry is in the same sequence."""
+    kept: Tensor
+    """bool [N]: whether the entry, in the order of the table, belongs to a sequence."""
 
     @classmethod
     def of(cls, sequence: Tensor, time: Tensor, keep: Tensor | None = None) -> InTime:
         """Order entries by their numbers [N] of sequences and their times [N], both from 0. `keep` bool [N]
         selects entries."""
-        key = sequence * (int(time.max()) + 1 if len(time) else 1) + time
-        kept = torch.arange(len(key), device=key.device) if keep is None else keep.nonzero()[:, 0]
-        order = kept[key[kept].argsort()]
-        number = sequence[order]
-        return cls(order, number[1:] == number[:-1])
+        kept = torch.ones_like(sequence, dtype=torch.bool) if keep is None else keep
+        key = sequence * (time.max() + 1) + time if len(time) else sequence
+        order = key.masked_fill(~kept, torch.iinfo(torch.int64).max).argsort()
+        number = sequence.masked_fill(~kept, -1)[order]
+        return cls(order, (number[1:] == number[:-1]) & (number[1:] >= 0), kept)
 
     def following(self, values: Tensor, at_end: Tensor) -> Tensor:
         """Return f64 [N]: for each entry the value [N] of the next one in its sequence, and `at_end` [N] for
         the last. Entries that were not kept get 0."""
         inner, last = values.double()[self.order], at_end.double()[self.order]
         last[:-1] = torch.where(self.follows, inner[1:], last[:-1])
-        return torch.zeros_like(values, dtype=torch.float64).index_copy(0, self.order, last)
+        return masked(torch.zeros_like(last).index_copy(0, self.order, last), self.kept)
 
     def to_go(self, values: Tensor, discount: float) -> Tensor:
         """Return f64 [N]: G_k = value_k + discount · G_{k+1} along each sequence. Entries that were not kept
         get 0.
 
         The sums are computed in parallel: for windows of 1, 2, 4 … entries, each made of two windows of the
-        previous size."""
+        previous size. The number of windows does not depend on the sequences, so the host need not wait for
+        the device."""
         sums = values.double()[self.order]
         reach, shift, factor = self.follows, 1, discount
-        while shift < len(sums) and bool(reach.any()):
+        while shift < len(sums):
             sums[:-shift] += torch.where(reach, factor * sums[shift:], 0.0)
             # A window doubles only if the window after it is in the same sequence.
             reach = reach[:-shift] & reach[shift:]
             shift, factor = 2 * shift, factor * factor
-        return torch.zeros_like(values, dtype=torch.float64).index_copy(0, self.order, sums)
+        return masked(torch.zeros_like(sums).index_copy(0, self.order, sums), self.kept)
 
 
 @dataclass(frozen=True)
@@ -238,7 +243,7 @@ class UnitTable:
         """Return the unmasked units of each sequence in the order of time. A sequence is everything that one
         agent did in one episode. Each episode must be whole on one rank."""
         assert self.segments is not None, "the part does not declare that it needs segments"
-        sequence = self.segments.sequence.to(self.mask.device)[self["segment"]]
+        sequence = moved(self.segments.sequence, self.mask.device)[self["segment"]]
         return InTime.of(sequence, self["unit"], self.mask)
 
     # --- over the whole step, all ranks together ---
@@ -246,6 +251,10 @@ class UnitTable:
     def by_episode(self, values: Tensor) -> Tensor:
         """Return f64 [E]: the sums of values [U] over the unmasked units of each episode."""
         return self._sums(values, self.episode, len(self.episodes))
+
+    def read_by_episode(self, *columns: Tensor) -> Sequence[Tensor]:
+        """Return `by_episode` of each column [U], in host memory. They are read from the device at once."""
+        return torch.stack([self.by_episode(values) for values in columns]).cpu().unbind()
 
     def mean_of_episode(self, values: Tensor) -> Tensor:
         """Return f64 [U]: for each unit the mean of values [U] over its episode's unmasked units."""
@@ -273,8 +282,9 @@ class UnitTable:
 
     def gathered(self, values: Tensor) -> Tensor:
         """Return f64 [N]: values [U] of the unmasked units of all ranks."""
-        mine = values[self.mask].double().cpu().numpy()[None]
-        return torch.from_numpy(self._ranks.concatenate(mine)[0]).to(values.device)
+        found, mask = torch.stack([values.double(), self.mask.double()]).cpu()
+        mine = found[mask > 0].numpy()[None]
+        return moved(torch.from_numpy(self._ranks.concatenate(mine)[0]), values.device)
 
     def _sums(self, values: Tensor, labels: Tensor, count: int) -> Tensor:
         sums = torch.zeros(count, dtype=torch.float64, device=values.device)

@@ -81,6 +81,8 @@ class ChangingModel(ABC):
     def __init__(self, name: str, use: ModelUse) -> None:
         self.name, self.use = name, use
         self.updates = 0
+        self.known_norm: float | None = None
+        """Norm of the gradients of the next update, once it has been read."""
         section = "trainer" if name == TRAINED_MODEL else f"trainer.{name}"
         self._fix = f"Lower {section}.optimizer.lr, or start from an earlier checkpoint."
 
@@ -108,8 +110,10 @@ class ChangingModel(ABC):
     def gradient_norm(self) -> float:
         """See `TrainingBackend.gradient_norm`."""
         self._trained()
-        norm = self._norm_of_gradient()
+        norm = self._norm_of_gradient() if self.known_norm is None else self.known_norm
+        self.known_norm = norm
         if not math.isfinite(norm):
+            self.known_norm = None
             self.discard()
             raise GradientNotFinite(
                 f"the gradient's norm is {norm} in optimizer update {self.updates} of {self.name}: training "
@@ -120,7 +124,7 @@ class ChangingModel(ABC):
 
     def step(self) -> float:
         """See `TrainingBackend.optimizer_step`."""
-        norm = self.gradient_norm()
+        norm, self.known_norm = self.gradient_norm(), None
         size = self._update(norm, learning_rate(self._trained(), self.updates, self.use.total_updates))
         if not math.isfinite(size):
             raise DivergenceError(
@@ -211,6 +215,7 @@ class NamedModels(Generic[M]):
         return float(self._models[model].step())
 
     def discard(self, model: str = TRAINED_MODEL) -> None:
+        self._models[model].known_norm = None
         self._models[model].discard()
 
     def follow(self, model: str, source: str, share: float) -> None:

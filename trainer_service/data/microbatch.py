@@ -14,20 +14,25 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_async.trajectory.routes import no_route
 from trainer_service.data.flops import TOKENS_ALONE, RowCost
 from trainer_service.data.prefixes import Branching, Runs, Tree, branching_of, places_of, plant, runs_of
+from trainer_service.data.ragged import Ragged, ragged_of
 from trainer_service.data.rows import TrainingRow, joined
 from trainer_service.errors import BatchError
 from trainer_service.ranks import Ranks
+from trainer_service.transfer import on_device
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,8 @@ class MicroBatch:
     """i64 [1, T]"""
     position_ids: Tensor
     """i64 [1, T]: position of the token in its row."""
-    runs: Runs
-    branching: list[Branching]
-    """Structure of the trees of each run, for attention."""
+    position: NDArray[np.int64]
+    """[T]: the same on the host. The structure of the pack follows from it."""
     shared_tokens: int
     """Number of tokens saved because rows share a prefix."""
     predict: Tensor
@@ -57,15 +61,42 @@ class MicroBatch:
     """i16 [L, T, K]: the experts that the engine chose in each layer of experts. An entry is -1 if the engine
     reported no expert there or left one out. The value is None if the model's own routers choose for all
     tokens."""
+    replayed_tokens: int = 0
+    """Number of tokens with a route in at least one layer."""
+    _padded: dict[int, MicroBatch] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def n_tokens(self) -> int:
         return self.input_ids.shape[1]
 
-    @property
-    def replayed_tokens(self) -> int:
-        """Number of tokens with a route in at least one layer."""
-        return 0 if self.routes is None else int((self.routes >= 0).any(-1).any(0).sum())
+    @cached_property
+    def runs(self) -> Runs:
+        """Trees of equal length, for exact attention."""
+        return runs_of(np.diff(np.append(np.flatnonzero(self.position == 0), self.n_tokens)).tolist())
+
+    @cached_property
+    def branching(self) -> list[Branching]:
+        """Structure of the trees of each run, for exact attention."""
+        return branching_of(self.runs, self.position, self.input_ids.device)
+
+    @cached_property
+    def ragged(self) -> Ragged:
+        """Structure for a single attention call."""
+        return ragged_of(self.position, self.input_ids.device)
+
+    def padded(self, n_tokens: int) -> MicroBatch:
+        """Return the micro-batch with `n_tokens` tokens. Those that it lacks are a last row without units."""
+        lacking = n_tokens - self.n_tokens
+        if lacking and n_tokens not in self._padded:
+            row = torch.arange(lacking, device=self.input_ids.device)[None]
+            self._padded[n_tokens] = replace(
+                self,
+                input_ids=torch.cat([self.input_ids, self.input_ids[:, -1:].expand(1, lacking)], 1),
+                position_ids=torch.cat([self.position_ids, row], 1),
+                position=np.append(self.position, np.arange(lacking)),
+                routes=None if self.routes is None else F.pad(self.routes, (0, 0, 0, lacking), value=-1),
+            )
+        return self._padded[n_tokens] if lacking else self
 
     @property
     def n_units(self) -> int:
@@ -112,27 +143,28 @@ def build_micro_batch(
     starts = np.cumsum(lengths) - lengths
     ids = joined([row.fed[row.shared :] for row in rows] or [np.zeros(1)], np.int64)
     positions = np.arange(len(ids)) - np.repeat(starts - shared, lengths)
-    runs = runs_of(np.add.reduceat(lengths, np.flatnonzero(shared == 0)).tolist())
     counts = [len(row.position) for row in rows]
     episode = np.repeat(np.array([row.episode for row in rows], np.int64), counts)
 
-    def tensor(array: NDArray, dtype: type[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
-
+    routes = _packed_routes(rows)
+    arrays = {
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        "predict": places_of(rows, starts) if rows else episode,
+        "target": joined([row.token_ids[row.position] for row in rows], np.int64),
+        "temperature": joined([row.temperature for row in rows], np.float32),
+        "episode": episode,
+    }
+    if all(row.feeds_last for row in rows):
+        arrays["own"] = places_of(rows, starts, before=0) if rows else episode
+    if routes is not None:
+        arrays["routes"] = routes
+    tensors: dict[str, Any] = {"own": None, **on_device(arrays, device)}
     return MicroBatch(
-        input_ids=tensor(ids, np.int64)[None],
-        position_ids=tensor(positions, np.int64)[None],
-        runs=runs,
-        branching=branching_of(runs, positions, device),
+        position=positions,
         shared_tokens=int(shared.sum()),
-        predict=tensor(places_of(rows, starts) if rows else episode, np.int64),
-        own=tensor(places_of(rows, starts, before=0) if rows else episode, np.int64)
-        if all(row.feeds_last for row in rows)
-        else None,
-        target=tensor(joined([row.token_ids[row.position] for row in rows], np.int64), np.int64),
-        temperature=tensor(joined([row.temperature for row in rows], np.float32), np.float32),
-        episode=tensor(episode, np.int64),
-        routes=None if (routes := _packed_routes(rows)) is None else tensor(routes, np.int16),
+        replayed_tokens=0 if routes is None else int((routes >= 0).any(-1).any(0).sum()),
+        **tensors,
     )
 
 

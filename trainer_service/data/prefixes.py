@@ -30,6 +30,7 @@ from torch import Tensor
 
 from trainer_service.data.flops import TOKENS_ALONE, RowCost
 from trainer_service.data.rows import TrainingRow
+from trainer_service.transfer import on_device
 
 DENSE_TOKENS = 256
 """Largest tree, in tokens, that uses one attention mask over all its tokens. Larger trees use one call for
@@ -39,8 +40,8 @@ LEAST_BRANCH = 64
 repeated, because this costs less than another attention call."""
 
 SEEN_PER_TOKEN = 4
-"""Number of copied keys that count as one token of a budget. Branches of large trees copy the keys of their
-prefixes."""
+"""Number of copied keys that count as one token of a budget. Branches copy the keys of their prefixes, except
+in small trees on the path with a mask."""
 
 Runs = list[tuple[int, int]]
 """`(count, length)` of each sequence of consecutive trees of equal length."""
@@ -73,7 +74,7 @@ def _room(tokens: int, units: int, fed: int) -> int:
 
     The number of units counts too, because each unit has its own hidden state, and a tree of equal rows may
     have more units than tokens."""
-    return max(tokens, units, fed // SEEN_PER_TOKEN if tokens > DENSE_TOKENS else 0)
+    return max(tokens, units, fed // SEEN_PER_TOKEN)
 
 
 def plant(
@@ -225,8 +226,7 @@ def branching_of(runs: Runs, position: NDArray[np.int64], device: torch.device |
         if (of_run == np.arange(length)).all():
             found.append(None)
         elif length <= DENSE_TOKENS:
-            mask = torch.from_numpy(_mask(of_run))[:, None].to(device)
-            found.append(Masked(torch.from_numpy(of_run).to(device), mask))
+            found.append(Masked(**on_device({"position": of_run, "mask": _mask(of_run)[:, None]}, device)))
         else:
             found.append([_branches(of_tree) for of_tree in of_run])
     return found
@@ -241,12 +241,13 @@ def _mask(position: NDArray[np.int64]) -> NDArray[np.bool_]:
     return (lowest > position[:, None, :]) & after | np.eye(length, dtype=np.bool_)
 
 
-def _branches(position: NDArray[np.int64]) -> Branches:
-    """Return the branches of one tree with these positions [length]."""
-    starts = [0, *(np.flatnonzero(np.diff(position) != 1) + 1).tolist(), len(position)]
-    paths: list[list[tuple[int, int]]] = []  # By branch: ranges [start, end) that it attends to
+def paths_of(position: NDArray[np.int64], starts: list[int], ends: list[int]) -> list[list[tuple[int, int]]]:
+    """Return, for each branch [start, end) of consecutive trees, the ranges [first, last) of tokens that it
+    attends to, in order. The last range is the branch itself. `position` i64 [T] are the tokens' positions.
+    """
+    paths: list[list[tuple[int, int]]] = []
     path: list[tuple[int, int]] = []
-    for start, end in pairwise(starts):
+    for start, end in zip(starts, ends, strict=True):
         depth, kept = int(position[start]), []
         for first, last in path:
             if depth > 0:
@@ -254,6 +255,13 @@ def _branches(position: NDArray[np.int64]) -> Branches:
             depth -= last - first
         path = [*kept, (start, end)]
         paths.append(path)
+    return paths
+
+
+def _branches(position: NDArray[np.int64]) -> Branches:
+    """Return the branches of one tree with these positions [length]."""
+    starts = [0, *(np.flatnonzero(np.diff(position) != 1) + 1).tolist(), len(position)]
+    paths = paths_of(position, starts[:-1], starts[1:])
     edges = sorted({edge for path in paths for stretch in path for edge in stretch})
     index = {edge: number for number, edge in enumerate(edges)}
     return Branches(

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from trainer_service.algorithms.table import (
     EpisodeTable,
@@ -19,6 +18,7 @@ from trainer_service.algorithms.table import (
 )
 from trainer_service.data.rows import PLACES, TrainingRow, joined
 from trainer_service.ranks import Ranks
+from trainer_service.transfer import on_device
 
 Array = NDArray[Any]
 
@@ -42,20 +42,16 @@ def build_units(
     - `own_reward`, f64 [U]: the verdict's reward for the unit itself"""
     counts = np.array([len(row.position) for row in rows], np.int64)
     episode = np.repeat(np.array([row.episode for row in rows], np.int64), counts)
-
-    def tensor(array: Array) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
     columns = {
-        "behaviour": tensor(joined([row.behaviour for row in rows], np.float32)),
-        "version": tensor(joined([row.version for row in rows], np.int64)),
-        "episode": tensor(episode),
-        "group": episodes.group[torch.from_numpy(episode)].to(device),
-        "mask": torch.ones(len(episode), dtype=torch.bool, device=device),
-        "row_units": tensor(np.repeat(counts, counts)),
+        "behaviour": joined([row.behaviour for row in rows], np.float32),
+        "version": joined([row.version for row in rows], np.int64),
+        "episode": episode,
+        "group": episodes.group.numpy()[episode],
+        "mask": np.ones(len(episode), np.bool_),
+        "row_units": np.repeat(counts, counts),
     }
     if not with_segments:
-        return UnitTable(columns, episodes, None, ranks)
+        return UnitTable(on_device(columns, device), episodes, None, ranks)
     places = [row.places for row in rows if row.places is not None]
     held = dict(
         zip(PLACES, np.concatenate(places or [np.zeros((len(PLACES), 0), np.int64)], axis=1), strict=True)
@@ -63,9 +59,9 @@ def build_units(
     reward = joined([row.segment_reward for row in rows if row.segment_reward is not None], np.float64)
     own = _own_rewards(episode, held["unit"], episodes)
     segments, segment = _segments(episode, held, reward, own, episodes, ranks)
-    columns |= {name: tensor(held[name]) for name in ("turn", "agent", "anchor", "unit", "truncated")}
-    columns |= {"segment": tensor(segment), "own_reward": tensor(own)}
-    return UnitTable(columns, episodes, segments, ranks)
+    columns |= {name: held[name] for name in ("turn", "agent", "anchor", "unit", "truncated")}
+    columns |= {"segment": segment, "own_reward": own}
+    return UnitTable(on_device(columns, device), episodes, segments, ranks)
 
 
 def _own_rewards(episode: NDArray[np.int64], unit: NDArray[np.int64], episodes: EpisodeTable) -> Array:

@@ -27,6 +27,7 @@ from trainer_service.data.rows import TrainingRow
 from trainer_service.errors import DivergenceError
 from trainer_service.loop.step import MOST_NAMED
 from trainer_service.ranks import Ranks
+from trainer_service.transfer import on_device
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,13 @@ class SequenceTrainer:
     def sums(self, rows: Sequence[TrainingRow], groups: NDArray[np.int64]) -> Tensor:
         """Return f64 [N]: sum of the loss's column over the units of each row. Rows with equal `groups` i64
         [N] belong to one example."""
-        return self._sums(self._packed(rows, groups), len(rows))
+        return self._sums(self._packed(rows, groups)[0], len(rows))
 
     def wrong(self, rows: Sequence[TrainingRow]) -> tuple[Tensor, Tensor]:
         """Return `sums` for rows that are one example each, and i64 [N]: the number of units of each row
         whose token is not the arg max."""
         wrong = torch.zeros(len(rows), dtype=torch.int64, device=self._ranks.device)
-        sums = self._sums(self._packed(rows, np.arange(len(rows))), len(rows), wrong)
+        sums = self._sums(self._packed(rows, np.arange(len(rows)))[0], len(rows), wrong)
         self._ranks.sum(wrong)
         return sums, wrong
 
@@ -70,14 +71,13 @@ class SequenceTrainer:
         n = len(lessons[0].rows)
         known = [ref[:n] for ref in refs] if refs is not None else [[0.0] * n] * len(lessons)
         rows = [row for lesson in lessons for row in lesson.rows]
-        device = self._ranks.device
-        return Sequences(
-            s=torch.zeros(len(rows), dtype=torch.float64, device=device),
-            ref=torch.tensor(known, dtype=torch.float64, device=device).flatten(),
-            length=torch.tensor([len(row.position) for row in rows], device=device),
-            value=torch.tensor([lesson.value for lesson in lessons], dtype=torch.float64, device=device),
-            zero=self._zero(lessons, refs),
-        )
+        arrays = {
+            "s": np.zeros(len(rows)),
+            "ref": np.array(known, np.float64).flatten(),
+            "length": np.array([len(row.position) for row in rows]),
+            "value": np.array([lesson.value for lesson in lessons], np.float64),
+        }
+        return Sequences(**on_device(arrays, self._ranks.device), zero=self._zero(lessons, refs))
 
     def train(
         self, lessons: Sequence[Lesson], names: Sequence[str], refs: Sequence[Sequence[float]] | None = None
@@ -88,9 +88,9 @@ class SequenceTrainer:
         not finite."""
         rows = [row for lesson in lessons for row in lesson.rows]
         each = len(lessons[0].rows)
-        batches = self._packed(rows, np.repeat(np.arange(len(lessons)), each))
+        batches, whole = self._packed(rows, np.repeat(np.arange(len(lessons)), each))
         given = self.given(lessons, refs)
-        slopes = None if self._are_whole(batches, each) else self._slopes(given, batches)
+        slopes = None if whole else self._slopes(given, batches)
         seen = torch.zeros_like(given.s)
 
         def loss_of(index: int, columns: Columns) -> Tensor:
@@ -103,8 +103,9 @@ class SequenceTrainer:
 
         self._backend.train(TRAINED_MODEL, batches, loss_of, columns=(self._loss.column,))
         self._ranks.sum(seen)
-        loss = float(self._loss(replace(given, s=seen)).mean())
-        if not (math.isfinite(loss) and bool(seen.isfinite().all())):
+        value = self._loss(replace(given, s=seen)).mean()
+        loss, all_finite = torch.stack([value, seen.isfinite().all()]).tolist()
+        if not (math.isfinite(loss) and all_finite):
             faulty = sorted({int(row) // each for row in (~seen.isfinite()).nonzero()[:, 0]})
             where = ", ".join(names[index] for index in faulty[:MOST_NAMED]) or "none alone"
             raise DivergenceError(
@@ -134,21 +135,24 @@ class SequenceTrainer:
         (slopes,) = torch.autograd.grad(self._loss(replace(given, s=s)).mean(), s)
         return slopes
 
-    def _are_whole(self, batches: Sequence[MicroBatch], each: int) -> bool:
-        """Return whether every example is within one micro-batch, on all ranks."""
-        homes = [batch.episode.unique() for batch in batches] if self._backend.place.owns else []
-        parted = any(bool((rows // each).unique(return_counts=True)[1].ne(each).any()) for rows in homes)
-        return not self._ranks.largest(int(parted))
-
-    def _packed(self, rows: Sequence[TrainingRow], groups: NDArray[np.int64]) -> list[MicroBatch]:
-        """Return this rank's micro-batches of the rows. Row i becomes episode i in them."""
+    def _packed(
+        self, rows: Sequence[TrainingRow], groups: NDArray[np.int64]
+    ) -> tuple[list[MicroBatch], bool]:
+        """Return this rank's micro-batches of the rows, and whether each example is within one micro-batch on
+        all ranks. Row i becomes episode i in them."""
         place, groups = self._backend.place, groups.astype(np.int64)
         costs = [[self._cost.of(row.packed_length, len(row.position))] for row in rows]
         dealt = deal_rows(costs, place.data_ranks, groups.tolist())
         mine = dealt[place.data_rank] if place.reads else {}
         chosen = [replace(rows[index], episode=index) for index in mine]
         passes = plan_passes(chosen, self._ranks, self._budget, self._cost, groups=groups)
-        return [build_micro_batch(part, device=self._ranks.device) for part in passes]
+        size = np.bincount(groups)
+        homes = [
+            np.unique(groups[[row.episode for row in part]], return_counts=True) for part in passes if part
+        ]
+        parted = any((size[examples] != counts).any() for examples, counts in homes)
+        batches = [build_micro_batch(part, device=self._ranks.device) for part in passes]
+        return batches, not self._ranks.largest(int(parted))
 
     def _sums(self, batches: Sequence[MicroBatch], n: int, wrong: Tensor | None = None) -> Tensor:
         """Return f64 [n]: sums of the loss's column, on every rank. If given, `wrong` i64 [n] receives this

@@ -57,6 +57,7 @@ from trainer_service.errors import (
     StalenessViolation,
 )
 from trainer_service.ranks import Ranks
+from trainer_service.transfer import on_device
 
 if TYPE_CHECKING:
     from trainer_service.teacher import TeacherServers
@@ -237,6 +238,9 @@ class Minibatch:
     batches: list[MicroBatch]
     units: list[UnitTable]
     """Unit table of each micro-batch; empty on a rank that does not own the columns."""
+    totals: Totals
+    splits_episodes: bool
+    """Whether units of an episode are in several micro-batches of the update, on any rank."""
 
 
 def train_step(
@@ -267,6 +271,7 @@ class _Step:
         self._owned = self._batches if owns else []
         self._rows = [row for chosen in passes for rows in chosen for row in rows] if owns else []
         self._units = objective.fill(self._with_computed(self._table()), inputs.step)
+        self._minibatches, self._is_finite, self._has_advantage = self._looked_at()
         self._losses, self._norms = [math.nan] * len(self._packed), [0.0] * len(self._packed)
         self._critic_norms: list[float] = []
         self._skipped: list[str] = []
@@ -274,23 +279,22 @@ class _Step:
         self._made = 0
         self._critic_alone = objective.trains_critic and inputs.step < objective.critic.warmup_steps
         """Whether this step trains only the critic."""
-        self._statistics, self._values = self._new_statistics()
-        self._now, self._values_now = self._new_statistics()
-        """Statistics of the current minibatch, for the policy and for the critic."""
+        self._statistics, self._values = self._new_statistics("cpu")
+        self._now, self._values_now = self._new_statistics(ranks.device)
+        """Statistics of the current minibatch, for the policy and for the critic. They are read from the
+        device together with its loss."""
 
     def run(self) -> StepResult:
         trained = self._has_something_to_learn()
         filled_s = time.monotonic()
         process: dict[str, float] = {}
         if trained:
-            for number, minibatch in enumerate(self._cut()):
+            for number, minibatch in enumerate(self._minibatches):
                 self._update(number, minibatch)
             if self._objective.trains_process:
                 with self._left_out(len(self._packed)):
                     process = self._train_process()
         ranks, objective = self._ranks, self._objective
-        self._statistics.reduce(ranks.sum, ranks.max)
-        self._values.reduce(ranks.sum)
         critic = self._values.report() if objective.trains_critic else {}
         return StepResult(
             losses=self._losses,
@@ -323,8 +327,8 @@ class _Step:
         )
         if teacher is None:
             return units
-        found = torch.from_numpy(ranks.together(lambda: teacher.logprobs(self._rows)))
-        return units.with_columns(teacher=found.to(ranks.device))
+        found = ranks.together(lambda: teacher.logprobs(self._rows))
+        return units.with_columns(**on_device({"teacher": found}, ranks.device))
 
     def _with_computed(self, units: UnitTable) -> UnitTable:
         """Add the columns that models compute before the first update, with one pass of each model."""
@@ -346,13 +350,12 @@ class _Step:
     def _has_something_to_learn(self) -> bool:
         """Return whether the step has a gradient. Raises `NothingToLearn` if it has none and the job must
         stop in that case."""
-        units, objective, step = self._units, self._objective, self._inputs.step
-        with self._left_out(0):
-            self._check_advantages()
-        if self._skipped:
+        objective, step = self._objective, self._inputs.step
+        if not self._is_finite:
+            with self._left_out(0):
+                self._refuse_advantages()
             return False
-        some = self._ranks.largest(int((units.advantage[units.mask] != 0).any()))
-        if some or objective.learns_without_advantage:
+        if self._has_advantage or objective.learns_without_advantage:
             return True
         why = f"every advantage of step {step} is 0, so nothing is to be learned from it"
         if objective.on_nothing_to_learn == "stop":
@@ -365,8 +368,8 @@ class _Step:
         self._skipped.append(why)
         return False
 
-    def _check_advantages(self) -> None:
-        """Raise `NotFinite` if an advantage is not finite. The error names the column that caused this."""
+    def _refuse_advantages(self) -> None:
+        """Raise `NotFinite`. The error names the advantage and the column that is not finite."""
         units, names, objective = self._units, self._inputs.names, self._objective
 
         def faulty(column: str) -> list[int]:
@@ -375,8 +378,7 @@ class _Step:
             self._ranks.sum(counts)
             return counts.nonzero()[:, 0].tolist()
 
-        if not (found := faulty("advantage")):
-            return
+        found = faulty("advantage")
         rewards = units.episodes.reward
         first = next((episode for episode in found if not rewards[episode].isfinite()), found[0])
         said = (
@@ -393,14 +395,37 @@ class _Step:
         made = objective.own("advantage") or "what makes an advantage of it"
         raise NotFinite(f"{said}Bound what the reward returns, or mend {made}.")
 
-    def _cut(self) -> Iterator[Minibatch]:
+    def _looked_at(self) -> tuple[list[Minibatch], bool, bool]:
+        """Return the minibatches, whether every advantage is finite, and whether one is not 0.
+
+        All numbers on which the host decides are read from the device at once."""
+        units, k = self._units, len(self._packed)
+        counts = torch.zeros(2, k, len(self._inputs.names), dtype=torch.int64, device=self._ranks.device)
+        """Numbers of units and of micro-batches of each episode, by minibatch."""
+        sums = torch.zeros(k + 2, dtype=torch.float64, device=self._ranks.device)
+        tables: list[list[UnitTable]] = []
         start = 0
-        for batches in self._packed:
-            parts: list[UnitTable] = []
+        for number, batches in enumerate(self._packed):
+            tables.append([])
             for batch in batches if self._owned else ():
-                parts.append(self._units.part(start, start + batch.n_units))
+                part = self._units.part(start, start + batch.n_units)
                 start += batch.n_units
-            yield Minibatch(batches, parts)
+                tables[-1].append(part)
+                counts[0, number].index_add_(0, part.episode, part.mask.long())
+                counts[1, number].add_(self._per_episode(torch.int64).index_fill_(0, part.episode, 1))
+                sums[number].add_((part.mask.double() / part["row_units"]).sum())
+        sums[k] = (units.mask & ~units.advantage.isfinite()).sum()
+        sums[k + 1] = (units.mask & (units.advantage != 0)).sum()
+        self._ranks.sum(counts)
+        self._ranks.sum(sums)
+        figures = Totals.figures(counts[0], sums[:k])
+        most = counts[1].amax(1).double()
+        *read, faulty, some = torch.cat([figures.flatten(), most, sums[k:]]).tolist()
+        minibatches = [
+            Minibatch(batches, parts, Totals.of(counts[0, n], read[3 * n : 3 * n + 3]), read[3 * k + n] > 1)
+            for n, (batches, parts) in enumerate(zip(self._packed, tables, strict=True))
+        ]
+        return minibatches, not faulty, bool(some)
 
     @contextmanager
     def _left_out(self, number: int) -> Iterator[None]:
@@ -428,9 +453,8 @@ class _Step:
 
     def _update(self, number: int, minibatch: Minibatch) -> None:
         """Train one minibatch. The step's statistics include it only if the update succeeds."""
-        totals = self._totals(minibatch)
         with self._left_out(number):
-            loss, faulty = self._accumulate(minibatch, totals)
+            loss, faulty = self._accumulate(minibatch)
             if faulty or not math.isfinite(loss):
                 raise NotFinite(self._why_not_finite(loss, faulty, number))
             self._norms[number], of_critic = self._apply()
@@ -440,30 +464,20 @@ class _Step:
             self._statistics.include(self._now)
             self._values.include(self._values_now)
 
-    def _totals(self, minibatch: Minibatch) -> Totals:
-        counts = self._per_episode(torch.int64)
-        rows = torch.zeros((), dtype=torch.float64)
-        for units in minibatch.units:
-            counts.index_add_(0, units.episode, units.mask.long())
-            rows += (units.mask.double() / units["row_units"]).sum().cpu()
-        self._ranks.sum(counts)
-        self._ranks.sum(rows)
-        return Totals(counts, round(float(rows)))
-
     def _per_episode(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(len(self._inputs.names), dtype=dtype, device=self._ranks.device)
 
-    def _new_statistics(self) -> tuple[StepStatistics, ValueStatistics]:
+    def _new_statistics(self, device: torch.device | str) -> tuple[StepStatistics, ValueStatistics]:
         step, eta = self._inputs.step, self._inputs.max_staleness
-        return StepStatistics(step, eta, self._objective.figures), ValueStatistics()
+        return StepStatistics(step, eta, self._objective.figures, device), ValueStatistics(device)
 
-    def _accumulate(self, minibatch: Minibatch, totals: Totals) -> tuple[float, dict[int, int]]:
+    def _accumulate(self, minibatch: Minibatch) -> tuple[float, dict[int, int]]:
         """Compute the gradients of the policy and of a separate critic. Returns the policy's loss and the
         number of faulty units by episode. A unit is faulty if its log-prob, value or loss is not finite."""
-        objective, ranks = self._objective, self._ranks
-        self._now, self._values_now = self._new_statistics()
-        means = self._means_of_episodes(minibatch, totals) if objective.over_episodes else None
-        total = torch.zeros((), dtype=torch.float64)
+        objective, ranks, totals = self._objective, self._ranks, minibatch.totals
+        self._now, self._values_now = self._new_statistics(ranks.device)
+        means = self._means_of_episodes(minibatch) if objective.over_episodes else None
+        total = torch.zeros((), dtype=torch.float64, device=ranks.device)
         faulty = self._per_episode(torch.int64)
 
         def loss_of(index: int, columns: Columns) -> Tensor:
@@ -484,7 +498,7 @@ class _Step:
                 loss = loss + objective.critic.coefficient * (values * coefficients).sum()
             faulty.index_add_(0, units.episode, (units.mask & ~finite).long())
             self._now.add(terms, units)
-            total.add_(loss.detach().double().cpu())
+            total.add_(loss.detach())
             return loss
 
         def value_loss_of(index: int, columns: Columns) -> Tensor:
@@ -499,7 +513,14 @@ class _Step:
             self._backend.train(CRITIC, minibatch.batches, value_loss_of, columns=("value",))
         ranks.sum(total)
         ranks.sum(faulty)
-        return float(total), {episode: int(faulty[episode]) for episode in faulty.nonzero()[:, 0].tolist()}
+        now, values = self._now, self._values_now
+        now.reduce(ranks.sum, ranks.max)
+        values.reduce(ranks.sum)
+        parts = torch.stack([total, faulty.sum()]), now.table.flatten(), values.sums
+        decisive, table, values.sums = torch.cat(parts).cpu().split([len(part) for part in parts])
+        now.table = table.view_as(now.table)
+        found, count = decisive.tolist()
+        return found, {episode: n for episode, n in enumerate(faulty.tolist()) if n} if count else {}
 
     def _apply(self) -> tuple[float, list[float]]:
         """Update the policy and a separate critic. Returns the gradient norm of the policy and a list with
@@ -519,15 +540,11 @@ class _Step:
         self._values_now.add(terms, units)
         return terms.loss
 
-    def _means_of_episodes(self, minibatch: Minibatch, totals: Totals) -> Tensor | None:
+    def _means_of_episodes(self, minibatch: Minibatch) -> Tensor | None:
         """Return f32 [E]: mean of the loss's statistic over each episode, from a pass without gradient.
         Returns None if every episode is in a single micro-batch."""
-        ranks, objective = self._ranks, self._objective
-        held = self._per_episode(torch.int64)
-        for units in minibatch.units:
-            held[units.episode.unique()] += 1
-        ranks.sum(held)
-        if int(held.max()) <= 1:
+        ranks, objective, totals = self._ranks, self._objective, minibatch.totals
+        if not minibatch.splits_episodes:
             return None
         sums = self._per_episode(torch.float64)
 
@@ -589,10 +606,11 @@ class _Step:
         in the order of the rows."""
         found: dict[int, dict[int, float]] = {}
         end = 0
+        advantages = self._units.advantage.cpu() if self._inputs.sampled else self._units.advantage
         for row in self._rows:
             start, end = end, end + len(row.position)
             if row.episode in self._inputs.sampled and row.places is not None:
                 numbers = row.places[PLACES.index("unit")].tolist()
-                advantages = self._units.advantage[start:end].tolist()
-                found.setdefault(row.episode, {}).update(zip(numbers, advantages, strict=True))
+                own = advantages[start:end].tolist()
+                found.setdefault(row.episode, {}).update(zip(numbers, own, strict=True))
         return found

@@ -4,6 +4,9 @@ A packed micro-batch is one row of T tokens with consecutive trees of rows (`dat
 describe it: `(count, length)` for each sequence of consecutive trees of equal length. A run is a view of
 shape [count, heads, length, head_dim] on the packed tensors, so no token is copied or padded.
 
+On a CUDA device in half precision, attention is one call of FlashAttention for all rows
+(`data/ragged.py`). In all other cases, and as the reference, it is SDPA by runs.
+
 A run of plain rows is one causal SDPA call. A run of small trees is one call with a mask. A larger tree takes
 one call for each branch. The keys of a branch are concatenated from the pieces to which it attends, and the
 gradients of a shared piece add up over the calls. Packing sorts trees by length, so there is one run for each
@@ -21,13 +24,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface
 
+from areal_async.base.log import get_logger
+from trainer_service.backends.fsdp.exchange import Attend
 from trainer_service.backends.fsdp.sequence import SequencePart
 from trainer_service.backends.probe import refuse_unknown
+from trainer_service.data.microbatch import MicroBatch
 from trainer_service.data.prefixes import Branches, Branching, Masked, Runs
+from trainer_service.data.ragged import JoinedKeys, Ragged
 
+log = get_logger("trainer")
+
+DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""Names of the dropout of attention weights in configs."""
 PACKED_ATTENTION = "areal_packed"
 """Name of this attention in transformers (`model.set_attn_implementation`)."""
 
@@ -41,6 +53,36 @@ class PackedRuns:
     """Structure of each run; None if all sequences are plain rows."""
     part: SequencePart | None = None
     """This rank's part of the micro-batch that the runs describe; None if this rank has all of it."""
+    ragged: Ragged | None = None
+    """Structure for a single attention call, which replaces the runs."""
+
+    @classmethod
+    def of(cls, batch: MicroBatch, part: SequencePart | None = None, *, ragged: bool = False) -> PackedRuns:
+        if ragged:
+            return cls(part=part, ragged=batch.ragged)
+        return cls(batch.runs, batch.branching, part)
+
+
+def takes_ragged(name: str, config: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the attention of the model `name` is one call for all rows of a pack, and log it with
+    the reason."""
+    text = config.get_text_config()
+    heads = {n for name, n in vars(text).items() if name.endswith("head_dim") and isinstance(n, int)}
+    heads = heads or {text.hidden_size // (getattr(text, "num_attention_heads", None) or 1)}
+    dropout = max(getattr(text, field, None) or 0 for field in DROPOUT)
+    cuda = device.type == "cuda"
+    old = cuda and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)
+    reasons = {
+        f"the device is {device.type}": not cuda,
+        "the device is older than Ampere": old,
+        f"the dtype is {dtype}": dtype not in (torch.float16, torch.bfloat16),
+        f"heads have {sorted(heads)} numbers": len(heads) > 1 or min(heads) % 8 or max(heads) > 256,
+        f"attention has a dropout of {dropout}": dropout,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    path = "exact SDPA for each length" if reason else "one FlashAttention call for all rows"
+    log.info("attention of packed rows", model=name, path=path, reason=reason)
+    return not reason
 
 
 def packed_attention(
@@ -69,11 +111,41 @@ def packed_attention(
     window = {} if known else {"sliding_window": sliding_window}
     refuse_unknown(module, {"attention_mask": attention_mask, **window, **others})
     pack = packed_runs or PackedRuns()
-    operator = partial(_operator, window=sliding_window, scaling=scaling, dropout=dropout)
-    attend = partial(_attention, pack=pack, operator=operator, window=sliding_window)
+    attend: Attend
+    if pack.ragged is not None:
+        if dropout:
+            raise ValueError("attention over ragged rows has no dropout")
+        attend = partial(_of_ragged, rows=pack.ragged, window=sliding_window, scaling=scaling)
+    else:
+        operator = partial(_operator, window=sliding_window, scaling=scaling, dropout=dropout)
+        attend = partial(_attention, pack=pack, operator=operator, window=sliding_window)
     if pack.part is None:
         return attend(query, key, value), None
     return pack.part.attend(query, key, value, attend), None
+
+
+def _of_ragged(
+    query: Tensor, key: Tensor, value: Tensor, *, rows: Ragged, window: int | None, scaling: float | None
+) -> Tensor:
+    """Return [1, T, H, D] as in `packed_attention`."""
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    if rows.keys is not None:
+        k, v = JoinedKeys.apply(k, v, rows.keys, rows.order, rows.copies)
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        rows.ends_q,
+        rows.ends_k,
+        rows.longest,
+        rows.longest,
+        scale=scaling,
+        # The kernel's window does not count the token itself.
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out[None]
 
 
 def _operator(

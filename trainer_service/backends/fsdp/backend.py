@@ -85,7 +85,7 @@ class FsdpBackend(NamedModels[HeldModel]):
     def evaluate(self, model: str, batches: Batches, fn: OfColumns[T], *, columns: Names = LOGP) -> list[T]:
         of, found = self._models[model], []
         of.module.eval()  # Compute log-probs without dropout.
-        for index, batch in enumerate(batches):
+        for index, batch in enumerate(map(of.fitted, batches)):
             with of.routed(batch):
                 given = packed_columns(of.module, batch, columns, of.sequence)
                 if self.place.owns:
@@ -96,7 +96,7 @@ class FsdpBackend(NamedModels[HeldModel]):
         of, rank = self._models[model], self._ranks.rank
         group, owner = (of.sequence.group, of.sequence.owner) if of.sequence is not None else (None, rank)
         of.module.train()
-        for index, batch in enumerate(batches):
+        for index, batch in enumerate(map(of.fitted, batches)):
             with of.routed(batch):
                 given = packed_columns(of.module, batch, columns, of.sequence)
                 loss = shared_loss(given, partial(loss_of, index), group=group, owner=owner)

@@ -31,6 +31,7 @@ from trainer_service.backends.probe import (
     require_equal,
 )
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
+from trainer_service.data.ragged import rounded_tokens
 from trainer_service.errors import BatchError, UnfitModel
 from trainer_service.ranks import Ranks
 
@@ -40,10 +41,11 @@ def packed_columns(
 ) -> Columns:
     """Return the columns of a micro-batch by a model that `probe_packing` has checked.
 
-    If ranks share the row, all of them call it with the same micro-batch. Raises `ValueError` if the model
-    does not have a column. Raises `BatchError` if a row's rotary positions would depend on other rows."""
+    If ranks share the row, all of them call it with the same micro-batch, which is `fitted`. Raises
+    `ValueError` if the model does not have a column. Raises `BatchError` if a row's rotary positions would
+    depend on other rows."""
     longest = model.longest_row
-    if longest is not None and int(batch.position_ids.max()) >= longest:
+    if longest is not None and int(batch.position.max()) >= longest:
         raise BatchError(
             f"a row has more than {longest} tokens, beyond which the rotary positions of this model depend "
             "on the longest row of a pass: leave longer rows out of the data."
@@ -75,9 +77,19 @@ def packed_columns(
     return columns
 
 
-def open_window(model: Any) -> None:
-    """Make `model(run)` return `run(model)` while all of the root's parameters are gathered."""
+def fitted(model: Any, batch: MicroBatch, shared: SequenceRanks | None = None) -> MicroBatch:
+    """Return the micro-batch with the number of tokens that a pass of the model needs: one of few numbers for
+    attention over ragged rows, and a multiple of the number of ranks that share it."""
+    needed = rounded_tokens(batch.n_tokens) if model.ragged else batch.n_tokens
+    size = 1 if shared is None else shared.size
+    return batch.padded(-(-needed // size) * size)
+
+
+def open_window(model: Any, *, ragged: bool = False) -> None:
+    """Make `model(run)` return `run(model)` while all of the root's parameters are gathered. With `ragged`,
+    its attention is one call for all rows of a pack."""
     model.forward = lambda run: run(model)
+    model.ragged = ragged
     config: Any = model.config
     model.longest_row = most_positions(config.get_text_config().to_dict())
     model(lambda inside: None)
@@ -93,7 +105,13 @@ def require_packable(name: str, folder: Path) -> None:
 
 
 def probe_packing(
-    name: str, loaded: LoadedModel, ranks: Ranks, head: ModelHead, shared: SequenceRanks | None
+    name: str,
+    loaded: LoadedModel,
+    ranks: Ranks,
+    head: ModelHead,
+    shared: SequenceRanks | None,
+    *,
+    ragged: bool,
 ) -> None:
     """Call `open_window`, and raise `UnfitModel` unless packed columns equal the model's own forward pass.
 
@@ -101,13 +119,17 @@ def probe_packing(
     config: Any = loaded.module.config
 
     def probe() -> None:
-        open_window(loaded.module)
+        open_window(loaded.module, ragged=ragged)
         model, rows, names = loaded.in_fp32(ranks), probe_rows(config), PROBED[head]
         open_window(model)
         batch = build_micro_batch(rows, device=ranks.device)
         with torch.no_grad():
             packed = packed_columns(model, batch, names)
-            in_parts = packed if shared is None else packed_columns(model, batch, names, shared)
+            in_parts = (
+                packed
+                if shared is None
+                else packed_columns(model, fitted(model, batch, shared), names, shared)
+            )
             own = model(lambda inside: own_columns(inside, rows, names, ranks.device))
         require_equal(rows, packed, own)
         try:
@@ -123,14 +145,14 @@ def _states(model: Any, batch: MicroBatch, part: SequencePart | None = None) -> 
     """Return [T, H]: the output layer's input for each token. With a `part`, return [L, H] for its tokens."""
     if model.base_model is model:
         raise UnfitModel("transformers names no module of it that gives hidden states without the logits")
-    states: Tensor = model.base_model(**_inputs(batch, part)).last_hidden_state[0]
+    states: Tensor = model.base_model(**_inputs(model, batch, part)).last_hidden_state[0]
     return states
 
 
-def _inputs(batch: MicroBatch, part: SequencePart | None = None) -> dict[str, Any]:
+def _inputs(model: Any, batch: MicroBatch, part: SequencePart | None = None) -> dict[str, Any]:
     """Return the model's arguments. The cache must be off, because transformers would treat the pack as one
     sequence."""
-    of = batch if part is None else part
-    runs = PackedRuns(of.runs, of.branching, part)
-    places = {"input_ids": of.input_ids, "position_ids": of.position_ids}
+    runs = PackedRuns.of(batch, part, ragged=model.ragged)
+    own = slice(None) if part is None else part.own
+    places = {"input_ids": batch.input_ids[:, own], "position_ids": batch.position_ids[:, own]}
     return {**places, "use_cache": False, "packed_runs": runs}

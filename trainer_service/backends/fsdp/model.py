@@ -23,7 +23,8 @@ from areal_async.models.accelerator import with_exact_rotations
 from areal_async.models.files import looks_beyond_tokens
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse
 from trainer_service.backends.common import ChangingModel
-from trainer_service.backends.fsdp.forward import probe_packing, require_packable
+from trainer_service.backends.fsdp.attention import takes_ragged
+from trainer_service.backends.fsdp.forward import fitted, probe_packing, require_packable
 from trainer_service.backends.fsdp.loading import load_sharded
 from trainer_service.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from trainer_service.backends.fsdp.recompute import recompute_blocks
@@ -83,7 +84,14 @@ class HeldModel(ChangingModel):
         self.sequence = shared
         if shared is not None:
             _check_sequence(self.module, shared, name)
-        probe_packing(name, self.loaded, ranks, use.head, self.sequence)
+        probe_packing(
+            name,
+            self.loaded,
+            ranks,
+            use.head,
+            self.sequence,
+            ragged=takes_ragged(name, self.module.config, ranks.device, dtype),
+        )
         # The first pass of FSDP may move the local shards, so the optimizer gets them after it.
         parameters = self.module.named_parameters()
         changing = {name: each for name, each in parameters if each.requires_grad or use.follows}
@@ -94,6 +102,9 @@ class HeldModel(ChangingModel):
             recompute_blocks(self.module, options.recompute)
             self._adamw = ShardedAdamW(self.shards, use.optimizer, offload=options.offload_optimizer)
         self._replay: RouteReplay | None = None
+
+    def fitted(self, batch: MicroBatch) -> MicroBatch:
+        return fitted(self.module, batch, self.sequence)
 
     def routed(self, batch: MicroBatch) -> AbstractContextManager[None]:
         """Replay the routes of a batch in the passes over it, if this is the policy. In other models the

@@ -45,7 +45,8 @@ class ShardedAdamW:
         self._host = {name: self._zeros(shard) for name, shard in shards.items()} if offload else {}
 
     def step(self, lr: float) -> None:
-        """Update the shards at rate `lr` and drop their gradients."""
+        """Update the shards at rate `lr` and drop their gradients. Before the host reads the moments, it must
+        have waited for the device, for example to read a norm of the updated shards."""
         for part in self._parts:
             part.param_groups[0]["lr"] = lr
         if not self._offload:
@@ -57,7 +58,8 @@ class ShardedAdamW:
         self._updates += 1
 
     def _stream(self, part: torch.optim.AdamW, stream: Stream) -> None:
-        """Update pieces of parameters while their moments are on the device."""
+        """Update pieces of parameters while their moments are on the device. The copies may still be running
+        at the end: the device does them before what is asked of it next."""
         views = part.param_groups[0]["params"]
         for view, (name, where) in zip(views, stream, strict=True):
             gradient = self._shards[name].grad
@@ -67,7 +69,7 @@ class ShardedAdamW:
         part.step()
         for view, (name, where) in zip(views, stream, strict=True):
             for moment, values in self._host[name].items():
-                values.view(-1)[where].copy_(part.state[view][moment])
+                values.view(-1)[where].copy_(part.state[view][moment], non_blocking=True)
             view.grad = None
         part.state.clear()
 
@@ -105,8 +107,8 @@ class ShardedAdamW:
 
     @staticmethod
     def _state_of(parameter: nn.Parameter, moments: Mapping[str, Tensor], updates: int) -> dict[str, Tensor]:
-        state = {moment: moments[moment].to(parameter.device) for moment in MOMENTS}
-        return {"step": torch.tensor(float(updates), device=parameter.device), **state}
+        state = {moment: moments[moment].to(parameter.device, non_blocking=True) for moment in MOMENTS}
+        return {"step": torch.full((), float(updates), device=parameter.device), **state}
 
 
 def _streams(shards: Mapping[str, nn.Parameter]) -> Iterator[Stream]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # registers `torch_attn::_varlen_attn`
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -28,7 +29,7 @@ KEPT = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_attention_math",
 )
-"""ATen operators whose results `selective` keeps."""
+"""ATen operators whose results `selective` keeps, besides attention over ragged rows."""
 
 
 def recompute_blocks(model: nn.Module, how: str) -> None:
@@ -63,7 +64,7 @@ def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callabl
 
 _KEPT_OPERATORS = {
     packet.default for name in KEPT if (packet := getattr(torch.ops.aten, name, None)) is not None
-}
+} | {torch.ops.torch_attn._varlen_attn.default}
 
 
 def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,7 +1,7 @@
 """Sequence parallelism: each rank has a part of a micro-batch's tokens, and attention covers all of them.
 
 The ranks of a group build the same micro-batch with T tokens. It is padded to a multiple of the group's size
-by an additional row without units, and cut into equal *stretches* of consecutive tokens, one for each rank.
+(`MicroBatch.padded`), and cut into equal *stretches* of consecutive tokens, one for each rank.
 Except for attention, every layer works on the rank's own stretch. For attention, the ranks exchange heads
 (`exchange.py`).
 
@@ -19,12 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainer_service.backends.fsdp.exchange import Attend, attend_by_heads
 from trainer_service.data.microbatch import MicroBatch
-from trainer_service.data.prefixes import Branching, Runs
 from trainer_service.ranks import Ranks
 
 
@@ -48,41 +46,25 @@ class SequenceRanks:
         return cls(group, index, size, ranks.rank - index)
 
     def part_of(self, batch: MicroBatch) -> SequencePart:
-        """Return this rank's stretch of a micro-batch that the whole group has."""
-        length = -(-batch.n_tokens // self.size)
-        padding = length * self.size - batch.n_tokens
-        ids, positions = batch.input_ids, batch.position_ids
-        runs, branching = list(batch.runs), list(batch.branching)
-        if padding:
-            ids = torch.cat([ids, ids[:, -1:].expand(1, padding)], 1)
-            positions = torch.cat([positions, torch.arange(padding, device=ids.device)[None]], 1)
-            runs.append((1, padding))
-            branching.append(None)
+        """Return this rank's stretch of a micro-batch that the whole group has, with a multiple of `size`
+        tokens."""
+        length = batch.n_tokens // self.size
         own = slice(self.index * length, (self.index + 1) * length)
-        return SequencePart(self, ids[:, own], positions[:, own], own, runs, branching)
+        return SequencePart(self, batch, own)
 
     def stretch(self, routes: Tensor) -> Tensor:
-        """Return the routes of this rank's stretch, from the micro-batch's routes [layers, T, K]; -1 for
-        padding."""
-        length = -(-routes.shape[1] // self.size)
-        whole = F.pad(routes, (0, 0, 0, length * self.size - routes.shape[1]), value=-1)
-        return whole[:, self.index * length : (self.index + 1) * length]
+        """Return the routes of this rank's stretch, from such a micro-batch's routes [layers, T, K]."""
+        return routes.chunk(self.size, 1)[self.index]
 
 
 @dataclass(frozen=True)
 class SequencePart:
-    """A rank's stretch of L tokens of a micro-batch, and the structure of the whole for attention."""
+    """A rank's stretch of L tokens of a micro-batch."""
 
     ranks: SequenceRanks
-    input_ids: Tensor
-    """i64 [1, L]"""
-    position_ids: Tensor
-    """i64 [1, L]"""
+    batch: MicroBatch
     own: slice
-    """Place of the stretch in the padded micro-batch."""
-    runs: Runs
-    """Runs of the padded micro-batch."""
-    branching: list[Branching]
+    """Place of the stretch in the micro-batch."""
 
     def units_at(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return two tensors i64 [N]: the indices of those `places` [S] that are in this stretch, and their

@@ -9,7 +9,7 @@ ranks have different tokens, and Megatron-Core sums the gradients of a marked no
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,20 +55,9 @@ class PackedPass:
 
 
 def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
-    """Return the micro-batch, padded with rows of one token to a multiple of `multiple`. Sequence parallelism
-    gives each tensor rank the same number of tokens."""
-    lacking = -batch.n_tokens % multiple
-    if not lacking:
-        return batch
-    zeros = batch.input_ids.new_zeros(1, lacking)
-    return replace(
-        batch,
-        input_ids=torch.cat([batch.input_ids, zeros], 1),
-        position_ids=torch.cat([batch.position_ids, zeros], 1),
-        runs=[*batch.runs, (lacking, 1)],
-        branching=[*batch.branching, None],
-        routes=None if batch.routes is None else F.pad(batch.routes, (0, 0, 0, lacking), value=-1),
-    )
+    """Return the micro-batch, padded to a multiple of `multiple`. Sequence parallelism gives each tensor rank
+    the same number of tokens."""
+    return batch.padded(batch.n_tokens + -batch.n_tokens % multiple)
 
 
 class PackedRMSNorm(LlamaRMSNorm):
@@ -132,7 +121,7 @@ class PackedCoreAttention(nn.Module):
             out: Tensor = self.thd(*each, None, attn_mask_type=mask, packed_seq_params=now.thd)
             return out.reshape(len(query), 1, -1)
         found, _none = packed_attention(
-            self, q, k, v, None, packed_runs=PackedRuns(batch.runs, batch.branching), scaling=self.scaling
+            self, q, k, v, None, packed_runs=PackedRuns.of(batch), scaling=self.scaling
         )
         return found.transpose(0, 1).flatten(2)
 
