@@ -1,4 +1,4 @@
-"""`areal-async gpu check`: what this machine's GPU does with areal-async, as a block to paste into a report."""
+"""`areal-async gpu check`: measures this machine's GPU and prints a block to paste into a report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.cli.tools import AsJson, note, readable_errors, show
 
 if TYPE_CHECKING:
-    from areal_async.cli.gpu_check import Outcome
+    from areal_async.cli.gpu_check import PartOutcome
 
 gpu = typer.Typer(help="Check this machine's GPU.", no_args_is_help=True)
 
@@ -35,12 +35,14 @@ def check(
     """Train, sample, update and sleep on the GPU, and judge each figure. Exits with status 1 if a figure is
     out of bounds or a part failed."""
     with readable_errors():
-        from areal_async.cli.gpu_check import SHARES, GpuCheck, judged
+        from areal_async.cli.gpu_check import SHARES, GpuCheck, device_mistake, judged
 
         wanted = ["machine", *(name for name in parts.split(",") if name)] if parts else list(SHARES)
         if unknown := [name for name in wanted if name not in SHARES]:
             fix = f"Name some of {', '.join(SHARES)}"
             raise ConfigError("the command line", [Mistake("--parts", f"no part {unknown[0]!r}", fix)])
+        if (mistake := device_mistake(device)) is not None:
+            raise ConfigError("the command line", [mistake])
         if keep is not None:
             keep.mkdir(parents=True)
         until_s = time.monotonic() + 60 * minutes
@@ -60,7 +62,7 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def block(found: dict[str, Outcome], lines: list[tuple[str, str]]) -> str:
+def block(found: dict[str, PartOutcome], lines: list[tuple[str, str]]) -> str:
     """Return the text to paste into a report."""
     took_s = sum(outcome.took_s for outcome in found.values())
     head = f"areal-async gpu check, {_now()}, {took_s:.0f} s"

@@ -6,8 +6,8 @@ of memory is reported with the end of its log, and the other parts still run.
 - `machine`: versions, driver, and the rates of a copy and of a matrix product.
 - `logprobs`: log-probs in bf16 on the device against fp32 on the CPU.
 - `steps`: training steps on ragged groups, with the shapes of a model of 1.7 billion parameters in bf16.
-- `sglang`, `vllm`: a job of four steps whose server and trainer share the GPU in turns. The trainer's
-  self-check compares log-probs at the start and after an update of the weights.
+- `local`, `sglang`, `vllm`: a job of four steps whose engine and trainer share the GPU in turns. The
+  trainer's self-check compares log-probs at the start and after an update of the weights.
 - `decode-sglang`, `decode-vllm`: the server's rate beside the memory's bandwidth.
 - `ranks`, `nccl`: with two GPUs, a job on two ranks, and one that sends weights by NCCL.
 """
@@ -29,6 +29,7 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
+from areal_async.base.mistakes import Mistake
 from areal_async.base.own_files import write_whole
 from areal_async.config.engines import LOGPROB_BOUNDS, EngineMissing, find_engine_python
 
@@ -36,6 +37,7 @@ SHARES = {
     "machine": 0.5,
     "logprobs": 1.5,
     "steps": 2.5,
+    "local": 1.5,
     "sglang": 3.0,
     "vllm": 3.0,
     "decode-sglang": 1.5,
@@ -50,6 +52,12 @@ ENDING_S = 5.0
 """Seconds in which a part that is told to end must have ended."""
 LOG_LINES = 12
 PROMPTS = 64
+MEMORY: Mapping[str, Mapping[str, float]] = {
+    "local": {},
+    "sglang": {"mem-fraction-static": 0.3},
+    "vllm": {"gpu-memory-utilization": 0.35},
+}
+"""Engine -> server arguments for a share of the GPU's memory."""
 REWARD = '''from areal_async import RewardInput, Score, reward
 
 
@@ -58,6 +66,23 @@ def score(given: RewardInput) -> Score:
     """Return a score that depends on the answer alone, so that answers of a group differ."""
     return Score(len(given.response) % 7 / 6)
 '''
+
+
+def device_mistake(device: str) -> Mistake | None:
+    """Return the reason why a device cannot be checked, with a fix; None if it can."""
+    import torch
+
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        return Mistake("--device", f"{device!r} is no device", "Name one such as cuda:0")
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted.type != "cuda" or (wanted.index or 0) < seen:
+        return None
+    if seen:
+        return Mistake("--device", f"torch sees {seen} GPU(s), and no {device}", "Name a lower number")
+    fix = "Run `make install-gpu` where nvidia-smi shows a GPU, or try the command: --device cpu --tiny"
+    return Mistake("--device", f"torch {torch.__version__} sees no GPU", fix)
 
 
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,33 +125,34 @@ class Bound:
 
 GAP = LOGPROB_BOUNDS["bfloat16", "dense"]
 NUMERICS = "The device computes other log-probs than a CPU: report the block with the model's family."
+LOOK = "Look at the part's log: --keep DIR keeps it."
 SERVED = "The server and the trainer disagree about the same weights: see docs/troubleshooting.md."
 BOUNDS = (
     Bound("logprobs", "mean_nats", "at most", GAP.mean, NUMERICS),
     Bound("logprobs", "p999_nats", "at most", GAP.p999, NUMERICS),
     Bound("steps", "loss_is_finite", "is", True, NUMERICS),
-    Bound("steps", "mfu", "at least", 0.3, "Set trainer.backend_args.compile: on, and look at slowest_kernels."),
+    Bound(
+        "steps", "mfu", "at least", 0.3, "Set trainer.backend_args.compile: on, and look at slowest_kernels."
+    ),
     Bound("steps", "syncs_per_micro_batch", "at most", 3.0, "sync_places names the lines that wait."),
     Bound("steps", "launches_per_layer", "at most", 200.0, "Set trainer.backend_args.compile: on."),
     Bound("steps", "cudnn_plans", "at most", 0, "Set TORCH_CUDNN_SDPA_DEPRIORITIZED=1."),
-    Bound("steps", "peak_over_plan", "at most", 1.06, "`areal-async plan` promises too little: report the block."),
-    *(
-        bound
-        for engine in ("sglang", "vllm")
-        for bound in (
-            Bound(engine, "checks_passed", "at least", 2, SERVED),
-            Bound(engine, "steps", "at least", 4, "Look at the end of its log below."),
-            Bound(engine, "turns", "at least", 1, "The server did not sleep: look at the end of its log."),
-            Bound(f"decode-{engine}", "share_of_bandwidth", "at least", 0.5, "Raise rollout.max_concurrent."),
-        )
+    Bound(
+        "steps",
+        "peak_over_plan",
+        "at most",
+        1.06,
+        "`areal-async plan` promises too little: report the block.",
     ),
-    Bound("ranks", "steps", "at least", 4, "Look at the end of its log below."),
-    Bound("nccl", "checks_passed", "at least", 2, SERVED),
+    *(Bound(name, "steps", "at least", 4, LOOK) for name in ("local", "sglang", "vllm", "ranks", "nccl")),
+    *(Bound(name, "checks_passed", "at least", 2, SERVED) for name in ("local", "sglang", "vllm", "nccl")),
+    *(Bound(name, "turns", "at least", 1, LOOK) for name in ("local", "sglang", "vllm")),
+    *(Bound(f"decode-{name}", "share_of_bandwidth", "at least", 0.5, LOOK) for name in ("sglang", "vllm")),
 )
 
 
 @dataclass
-class Outcome:
+class PartOutcome:
     """Result of one part. `why` is the reason if it did not run or failed."""
 
     status: Literal["ok", "failed", "not run"]
@@ -153,13 +179,13 @@ class GpuCheck:
     def _kind(self) -> str:
         return self.device.partition(":")[0]
 
-    def run(self, parts: Sequence[str], told: Callable[[str, Outcome], None]) -> dict[str, Outcome]:
+    def run(self, parts: Sequence[str], told: Callable[[str, PartOutcome], None]) -> dict[str, PartOutcome]:
         """Run the parts in order and return their outcomes. `told` is called after each part."""
-        found: dict[str, Outcome] = {}
+        found: dict[str, PartOutcome] = {}
         for index, name in enumerate(parts):
             left_s = self.until_s - time.monotonic()
             if why := self._refused(name, left_s):
-                found[name] = Outcome("not run", why=why)
+                found[name] = PartOutcome("not run", why=why)
             else:
                 found[name] = self._part(name, time_for(parts[index:], left_s))
             told(name, found[name])
@@ -179,7 +205,7 @@ class GpuCheck:
                 return str(error)
         return ""
 
-    def _part(self, name: str, limit_s: float) -> Outcome:
+    def _part(self, name: str, limit_s: float) -> PartOutcome:
         begun_s = time.monotonic()
         until_s = begun_s + limit_s
         try:
@@ -192,8 +218,8 @@ class GpuCheck:
             else:
                 figures = self._job(name, until_s)
         except PartFailed as error:
-            return Outcome("failed", time.monotonic() - begun_s, why=str(error), log=error.log)
-        return Outcome("ok", time.monotonic() - begun_s, figures)
+            return PartOutcome("failed", time.monotonic() - begun_s, why=str(error), log=error.log)
+        return PartOutcome("ok", time.monotonic() - begun_s, figures)
 
     def _measured(self, measure: Any, device: str, until_s: float) -> dict[str, Any]:
         """Return the figures of a measurement by the trainer, after its model has been made."""
@@ -252,7 +278,9 @@ class GpuCheck:
             self._measured("model", self.device, self.until_s)
         path = self.folder / f"{name}.yaml"
         (self.folder / "reward.py").write_text(REWARD)
-        tasks = [{"prompt": f"{number}+{number}=", "data_source": "check"} for number in range(PROMPTS)]
+        truth = {"style": "rule", "ground_truth": ""}
+        prompts = [f"{number}+{number}=" for number in range(PROMPTS)]
+        tasks = [{"data_source": "check", "prompt": each, "reward_model": truth} for each in prompts]
         (self.folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
         write_whole(path, yaml.safe_dump(job_of(name, self)).encode())
         return path
@@ -264,8 +292,7 @@ class GpuCheck:
 
 def job_of(name: str, check: GpuCheck) -> dict[str, Any]:
     """Return the content of a part's job file."""
-    engine = "vllm" if name == "vllm" else "sglang"
-    memory = {"sglang": {"mem-fraction-static": 0.3}, "vllm": {"gpu-memory-utilization": 0.35}}[engine]
+    engine = name if name in MEMORY else "sglang"
     answer = 16 if check.tiny else 128
     content: dict[str, Any] = {
         "job": f"gpu-check-{name}",
@@ -280,9 +307,10 @@ def job_of(name: str, check: GpuCheck) -> dict[str, Any]:
             "max_concurrent": 16 if check.tiny else 64,
             "max_model_len": 64 + answer,
             "sampling": {"temperature": 1.0, "max_new_tokens": answer},
-            "server": {"arguments": memory if check.on_gpu else {}},
+            "server": {"arguments": MEMORY[engine] if check.on_gpu else {}},
         },
-        "buffer": {"batch_groups": 4, "max_staleness": 1},
+        # Without staleness, the second batch is of updated weights, so the second self-check always runs.
+        "buffer": {"batch_groups": 4, "max_staleness": 0},
         "trainer": {
             "steps": 4,
             "device": check.device,
@@ -305,13 +333,13 @@ def figures_of_run(path: Path) -> dict[str, Any]:
     records = [json.loads(line) for line in path.read_bytes().splitlines()]
     steps = [record for record in records if record["kind"] == "step"]
     checks = [record for record in records if record["kind"] == "self_check"]
-    turns = [record for record in records if record["kind"] == "turn"]
+    turns = sum(record["kind"] == "turn" for record in records)
     gaps = {f"check_{number}_mean_nats": each["mean"] for number, each in enumerate(checks)}
     return {
         "steps": len(steps),
         "step_s": max((record["step_s"] for record in steps), default=None),
         "checks_passed": sum(bool(record["passed"]) for record in checks),
-        "turns": len(turns),
+        "turns": turns or None,
         **gaps,
     }
 
@@ -364,7 +392,7 @@ def time_for(parts: Sequence[str], left_s: float) -> float:
     return max(left_s * share, min(left_s, LEAST_S))
 
 
-def judged(found: Mapping[str, Outcome]) -> Iterator[tuple[str, str]]:
+def judged(found: Mapping[str, PartOutcome]) -> Iterator[tuple[str, str]]:
     """Yield the lines of the block as (mark, text). The mark is `ok`, `OUT`, `FAILED` or `-`."""
     for name, outcome in found.items():
         if outcome.status != "ok":

@@ -1,9 +1,9 @@
-"""Parts of `areal-async gpu check` that compute on a device: its rates, training steps on ragged groups, and
-log-probs of a random model.
+"""Parts of `areal-async gpu check` that compute on a device: its rates, training steps on ragged groups,
+and log-probs of a random model.
 
 The rows are synthetic and have the form of GRPO on short maths problems: groups of 8 answers to one prompt,
-with log-normal lengths. The steps go through `Learner`, as in a job: manifest, plan, checks, packing, columns,
-objective, passes and the optimizer.
+with log-normal lengths. As in a job, the steps go through `Learner`: manifest, plan, checks, packing,
+columns, objective, passes and the optimizer.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def measure_machine(part: StepPart) -> dict[str, Any]:
     if cuda:
         found |= {
             "memory_gib": torch.cuda.get_device_properties(device).total_memory / GIB,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
     return found
 
@@ -195,7 +195,9 @@ def ragged_batch(step: int, part: StepPart, vocabulary: int) -> tuple[Batch, dic
     groups = []
     for number in range(sizes.groups):
         name, episodes = f"check:{number}#{step}", []
-        prompt = rng.integers(0, vocabulary, int(rng.integers(sizes.longest_prompt // 4, sizes.longest_prompt)))
+        prompt = rng.integers(
+            0, vocabulary, int(rng.integers(sizes.longest_prompt // 4, sizes.longest_prompt))
+        )
         for sample in range(GROUP_SIZE):
             length = int(np.clip(rng.lognormal(np.log(sizes.median_answer), 0.7), 1, sizes.longest_answer))
             builder = EpisodeBuilder("gpu-check-step", f"check:{number}", name, sample)
@@ -217,7 +219,7 @@ def ragged_batch(step: int, part: StepPart, vocabulary: int) -> tuple[Batch, dic
 
 
 @dataclass
-class Measured:
+class TimedStep:
     """Figures of one step."""
 
     seconds: float
@@ -236,7 +238,7 @@ class StepRunner:
         self._vocabulary = vocabulary_of(part.folder / "model")
         self._step = 0
 
-    def run(self) -> Measured:
+    def run(self) -> TimedStep:
         """Run the next step and wait for the device."""
         batch, blobs = ragged_batch(self._step, self._part, self._vocabulary)
         self._step += 1
@@ -246,7 +248,7 @@ class StepRunner:
         result = self._learner.train(batch, plan, blobs)
         _wait(self._ranks.device)
         took_s = time.perf_counter() - begun_s
-        return Measured(took_s, result, self._learner.mfu(batch, result, took_s))
+        return TimedStep(took_s, result, self._learner.mfu(batch, result, took_s))
 
 
 def vocabulary_of(model: Path) -> int:
@@ -319,7 +321,7 @@ def is_kernel(event: Any) -> bool:
     return on_device and not event.name.startswith(("Memcpy", "Memset", "ProfilerStep"))
 
 
-def syncs_of(run: Callable[[], Measured]) -> tuple[Measured, Counter[str]]:
+def syncs_of(run: Callable[[], TimedStep]) -> tuple[TimedStep, Counter[str]]:
     """Return the result of `run`, and the number of waits for the GPU at each place of the code."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("warn")
