@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from areal_async import __version__
 from areal_async.cli.dashboards import dashboards
+from areal_async.cli.gpu import gpu
 from areal_async.cli.jobs import jobs, told
 from areal_async.cli.keys import keys
 from areal_async.cli.page import page
@@ -57,7 +58,7 @@ MOVED = {
 }
 """Commands and options of earlier releases, each with its replacement."""
 PANELS = {
-    "Start": "quickstart init reward doctor validate plan simulate",
+    "Start": "quickstart init reward doctor gpu validate plan simulate",
     "Train": "run resume stop scale drain",
     "Look": "status logs view advise evaluate generate export buffer dashboards",
     "Cluster": "up down submit ps pause keys",
@@ -142,7 +143,7 @@ def main(
     pass
 
 
-groups = {"buffer": buffer, "reward": reward, "keys": keys, "dashboards": dashboards}
+groups = {"buffer": buffer, "reward": reward, "keys": keys, "dashboards": dashboards, "gpu": gpu}
 for name, group in groups.items():
     app.add_typer(group, name=name, cls=CommandGroup)
 for each in (jobs, page):

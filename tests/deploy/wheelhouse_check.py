@@ -1,7 +1,7 @@
 """Whether a wheelhouse suffices: `make wheelhouse-check`, or this program with the folder.
 
 It makes an environment that sees torch, transformers and their requirements alone, installs the wheels there
-without an index, imports every module and generates, trains and draws (`benchmarks/gpu.py --tiny`). The last
+without an index, imports every module and runs `areal-async gpu check --tiny` on the CPU. The last
 line says whether the wheelhouse works.
 """
 
@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT / "deploy"))
 
 from wheelhouse import closure  # noqa: E402, the collecting program
 
-TRIED = ("train-none", "decode", "update", "quickstart")
-"""The parts of `benchmarks/gpu.py` that `check` runs."""
+TRIED = ("machine", "logprobs", "steps", "local")
+"""The parts of `areal-async gpu check` that `check` runs: the last is a job with the local engine."""
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 failed = []
@@ -77,32 +77,28 @@ def check(folder: Path) -> int:
         if done.returncode:
             print(f"{folder} lacks what the modules above need: collect it anew with make wheelhouse.")
             return done.returncode
-        out = root / "out"
-        command = [python, ROOT / "benchmarks" / "gpu.py", "--device", "cpu", "--tiny", "--minutes", "8"]
-        command += ["--parts", ",".join(TRIED), "--out", out, "--wheelhouse", folder]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
-            for line in run.stdout or ():
-                if not line.endswith("are written\n"):  # into a folder that is gone when this ends
-                    print(line, end="", flush=True)
-        parts = json.loads((out / "gpu.json").read_text())["parts"] if (out / "gpu.json").exists() else {}
-    status, told = verdict(wheels, parts, drawn=run.returncode == 0)
+        command = [python, "-m", "areal_async", "gpu", "check", "--device", "cpu", "--tiny", "--json"]
+        command += ["--minutes", "8", "--parts", ",".join(TRIED)]
+        done = subprocess.run(command, env=told, cwd=root, stdout=subprocess.PIPE, text=True, check=False)
+        parts = json.loads(done.stdout)["parts"] if done.stdout else {}
+    status, told = verdict(wheels, parts)
     print(told)
     return status
 
 
-def verdict(wheels: list[Path], parts: dict[str, Any], *, drawn: bool) -> tuple[int, str]:
-    """The exit status of `check` and its closing sentence, by what became of the parts of `gpu.py`."""
+def verdict(wheels: list[Path], parts: dict[str, Any]) -> tuple[int, str]:
+    """The exit status of `check` and its closing sentence, by the outcomes of the parts."""
     failed = [
-        f"{name} ({found.get('error') or found['status']})"
-        for name in ("model", *TRIED)
+        f"{name} ({found.get('why') or found['status']})"
+        for name in TRIED
         if (found := parts.get(name, {"status": "not begun"}))["status"] != "ok"
     ]
-    if failed or not drawn:
-        return 1, f"The wheelhouse does not suffice: {', '.join(failed or ['the picture'])} did not work."
+    if failed:
+        return 1, f"The wheelhouse does not suffice: {', '.join(failed)} did not work."
     size = sum(path.stat().st_size for path in wheels)
     return 0, (
         f"The wheelhouse works: beside torch and transformers, its {len(wheels)} wheels ({size / 1e6:.1f} MB)"
-        " are all that areal-async needs to generate, train, update an engine and run the quickstart."
+        " are all that areal-async needs to generate, train and update an engine."
     )
 
 
