@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from areal_async.config.engine_memory import EngineMemory, Served, sglang_memory
 from areal_async.config.engines import LOGPROB_BOUNDS, EnginePart, flag_name, parallel_width
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import RolloutSection
@@ -40,6 +41,13 @@ class SGLang(EnginePart):
         ("pp-size", "pipeline-parallel-size", "pp"),
         ("dp-size", "data-parallel-size", "dp"),
     )
+    memory_flag = "mem-fraction-static"
+    kv_flag = "max-total-tokens"
+
+    def memory(
+        self, served: Served, flags: Mapping[str, Any], *, gpu: int, free: int, grown: int = 0
+    ) -> EngineMemory:
+        return sglang_memory(served, flags, gpu, free, grown, parallel_width(flags, self.parallel_flags[:2]))
 
     def width(self, rollout: RolloutSection) -> int:
         arguments = rollout.server.arguments
