@@ -102,8 +102,8 @@ def _of_workers(job: JobConfig) -> int:
 
 
 def gpus_needed(job: JobConfig) -> int:
-    """Return the number of GPUs of a host on which no two processes share one. Return 1 if the job is valid on a
-    single GPU: it is then assumed to have no more."""
+    """Return the number of GPUs of a host on which no two processes share one. Return 1 if the job is valid
+    on a single GPU: it is then assumed to have no more."""
     own = trainer_gpus(job).stop
     if job.kind != "rl" or not [*device_mistakes(job, 1)]:
         return max(own, 1)

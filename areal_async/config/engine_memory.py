@@ -1,16 +1,17 @@
 """Memory that an engine takes of each of its GPUs, by the rules of its server. The module is pure.
 
-**SGLang 0.5.23.** `mem-fraction-static` f is a fraction of the memory that is *free* when the server's process has
-its CUDA context (`srt/distributed/bootstrap.py`, `measure_pre_model_load_memory`). After the weights are loaded,
-KV gets what is free then, minus (1 - f) of what was free before (`srt/mem_cache/kv_cache_configurator.py`,
-`_profile_available_bytes`). Weights and KV thus take f of the free memory. Graphs and activations come out of the
-rest. `max-total-tokens` limits KV (`_apply_token_constraints`). The defaults of f, of the prefill and of the graphs'
-sizes are those of `srt/arg_groups/memory_hook.py`, `handle_gpu_memory_settings` and `reserve_for_graph_mb`.
+**SGLang 0.5.23.** `mem-fraction-static` f is a fraction of the memory that is *free* when the server's
+process has its CUDA context (`srt/distributed/bootstrap.py`, `measure_pre_model_load_memory`). After the
+weights are loaded, KV gets what is free then, minus (1 - f) of what was free before
+(`srt/mem_cache/kv_cache_configurator.py`, `_profile_available_bytes`). Weights and KV thus take f of the
+free memory. Graphs and activations come out of the rest. `max-total-tokens` limits KV
+(`_apply_token_constraints`). The defaults of f, of the prefill and of the graphs' sizes are those of
+`srt/arg_groups/memory_hook.py`, `handle_gpu_memory_settings` and `reserve_for_graph_mb`.
 
-**vLLM 0.32.0.** `gpu-memory-utilization` f is a fraction of the GPU's *whole* memory. All of it must be free at the
-start (`v1/worker/utils.py`, `request_memory`). It holds weights, activations, graphs and KV
-(`v1/worker/gpu_worker.py`, `determine_available_memory`). `kv-cache-memory-bytes` sets KV instead, but f must still
-be free.
+**vLLM 0.32.0.** `gpu-memory-utilization` f is a fraction of the GPU's *whole* memory. All of it must be free
+at the start (`v1/worker/utils.py`, `request_memory`). It holds weights, activations, graphs and KV
+(`v1/worker/gpu_worker.py`, `determine_available_memory`). `kv-cache-memory-bytes` sets KV instead, but f
+must still be free.
 
 Both servers read the free memory twice. Memory that another process takes in between is missing from KV
 (`grown`)."""
@@ -90,11 +91,11 @@ def sglang_memory(
     """Return the memory of an SGLang server with these flags on a GPU of `gpu` bytes. `free` bytes are free
     before it starts. `ranks` is the product of its tensor and pipeline sizes."""
     mib, before = gpu / MIB, max(1, free - CONTEXT_BYTES)
-    chunk = int(flags.get("chunked-prefill-size") or _step(mib, {20: 2048, 60: 4096, 160: 8192}, 16_384))
+    chunk = _number(flags.get("chunked-prefill-size") or _step(mib, {20: 2048, 60: 4096, 160: 8192}, 16_384))
     batches = {20: 8, 35: 160, 60: 160, 160: 512} if ranks >= 4 else {20: 8, 35: 48, 60: 32, 160: 256}
     largest = _step(mib, batches, 512)
     given = flags.get("cuda-graph-max-bs-decode") or flags.get("cuda-graph-max-bs")
-    decode = int(given or min(largest, served.slots))
+    decode = _number(given or min(largest, served.slots))
     sizes = [*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64)]
     sizes += [*range(1280, 4097, 256), *range(4608, chunk + 1, 512)]
     graphs = decode * SLOT_GRAPH_BYTES + sum(size <= chunk for size in sizes) * GRAPH_BYTES
@@ -105,16 +106,16 @@ def sglang_memory(
     working = served.working(chunk)
     kv = int(share * before) - served.weights - grown
     if limit := flags.get("max-total-tokens"):
-        kv = min(kv, int(limit) * served.kv_token)
+        kv = min(kv, _number(limit) * served.kv_token)
     needed = served.weights + grown + served.max_tokens * served.kv_token
     most = 1 - (graphs + working) / before
     return EngineMemory(served.weights, kv, graphs, working, share, needed / before, most)
 
 
 def vllm_memory(served: Served, flags: Mapping[str, Any], gpu: int, free: int, grown: int) -> EngineMemory:
-    """Return the memory of a vLLM server with these flags on a GPU of `gpu` bytes. `free` bytes are free before
-    it starts."""
-    chunk = int(flags.get("max-num-batched-tokens") or _step(gpu / MIB, {70: 2048, 160: 8192}, 16_384))
+    """Return the memory of a vLLM server with these flags on a GPU of `gpu` bytes. `free` bytes are free
+    before it starts."""
+    chunk = _number(flags.get("max-num-batched-tokens") or _step(gpu / MIB, {70: 2048, 160: 8192}, 16_384))
     largest = min(2 * served.slots, 512, chunk)
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
     # Each size is captured as a whole, for decoding, and in pieces.
@@ -124,11 +125,18 @@ def vllm_memory(served: Served, flags: Mapping[str, Any], gpu: int, free: int, g
     working = served.working(chunk)
     own = served.weights + graphs + working
     if limit := flags.get("kv-cache-memory-bytes"):
-        kv, least = int(limit), 0.0
+        kv, least = _number(limit), 0.0
     else:
         kv = math.ceil(share * gpu) - own - grown
         least = (own + grown + served.max_tokens * served.kv_token) / gpu
     return EngineMemory(served.weights, kv, graphs, working, share, least, (free - CONTEXT_BYTES) / gpu)
+
+
+def _number(value: Any) -> int:
+    """Return the number of a flag such as 8192, `8k` or `10G`, as vLLM reads it: small suffixes are decimal."""
+    text = str(value)
+    power = "kmgt".find(text[-1].lower()) + 1
+    return int(float(text[:-1]) * (1000 if text[-1].islower() else 1024) ** power) if power else int(text)
 
 
 def _step(mib: float, steps: Mapping[int, int], last: int) -> int:

@@ -100,8 +100,8 @@ class EnginePart:
     quantising_flags: ClassVar[frozenset[str]] = frozenset()
     """Server flags whose values make weights or KV less precise than `rollout.dtype`."""
     parallel_flags: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Server flags that multiply the engine's number of GPUs. Each entry has all spellings of one flag. The first
-    flag divides matrices, and the second divides layers."""
+    """Server flags that multiply the engine's number of GPUs. Each entry has all spellings of one flag. The
+    first flag divides matrices, and the second divides layers."""
     memory_flag: ClassVar[str] = ""
     """Server flag that sets the server's share of a GPU's memory."""
     kv_flag: ClassVar[str] = ""
@@ -112,8 +112,8 @@ class EnginePart:
     ) -> EngineMemory | None:
         """Return the memory that the engine takes of each of its GPUs, or None if it is unknown.
 
-        A GPU has `gpu` bytes. `free` of them are free before the engine's process starts. Other processes take
-        `grown` bytes while the engine loads. `flags` are those of its server (`server_flags`)."""
+        A GPU has `gpu` bytes. `free` of them are free before the engine's process starts. Other processes
+        take `grown` bytes while the engine loads. `flags` are those of its server (`server_flags`)."""
         return None
 
     def width(self, rollout: RolloutSection) -> int:

@@ -44,8 +44,8 @@ HOST_GPUS = 8  # Ranks on one host, at most
 HOST_BYTES = 2 << 40
 """Memory that a host with eight GPUs usually has. More is not planned with."""
 LINKS = {"between GPUs of a host": 200e9, "between hosts": 45e9}
-"""Bytes per second that NCCL's collectives reach for each GPU: with NVLink of an H100 (450e9 each way), and with a
-network card of 400 Gbit/s for each GPU. Both are assumptions."""
+"""Bytes per second that NCCL's collectives reach for each GPU: with NVLink of an H100 (450e9 each way), and
+with a network card of 400 Gbit/s for each GPU. Both are assumptions."""
 NCCL_COPY = "copy of the weights that nccl sends"
 REMEDIES = (
     "trainer.micro_batch_tokens and rollout.max_model_len",
@@ -239,8 +239,8 @@ def figures(
 def _host_mistakes(host: Mapping[str, int]) -> Iterator[Mistake]:
     if (needed := sum(host.values())) > HOST_BYTES:
         problem = (
-            f"its snapshots and copies take {_size(needed)} on the host of rank 0, and a host with eight GPUs "
-            f"has about {_size(HOST_BYTES)}: no setting changes this"
+            f"its snapshots and copies take {_size(needed)} on the host of rank 0, and a host with eight "
+            f"GPUs has about {_size(HOST_BYTES)}: no setting changes this"
         )
         yield Mistake("model", problem, "Train a smaller model")
 
@@ -318,16 +318,17 @@ def _show(found: Mapping[str, Any]) -> None:
     what = "micro-batch" if tokens == found["micro_batch_tokens"] else "row"
     each[f"peak of a {what} of {tokens:,} tokens"] = _size(found["peak_bytes"])
     if communication := found.get("communication"):
-        name = f"gathering and reducing, per pass ({LINKS[communication['link']] / 1e9:.0f} GB/s {communication['link']})"
+        speed = f"{LINKS[communication['link']] / 1e9:.0f} GB/s {communication['link']}"
+        name = f"exchanged in a pass, at {speed}"
         each[name] = f"{communication['seconds_per_pass']:.2f} s"
     host = {name: _size(size) for name, size in found["host_bytes"].items()}
-    tables = [("each rank", each), ("the host of rank 0", host)]
+    tables = [("each rank", [*each.items()]), ("the host of rank 0", [*host.items()])]
     tables += [_device_table(device) for device in found.get("devices", ()) if device["engines"]]
     for title, sizes in tables:
         table = Table(box=None, pad_edge=False, show_header=False)
         table.add_column(min_width=46)
         table.add_column(justify="right", min_width=11)
-        for name, size in sizes.items():
+        for name, size in sizes:
             table.add_row(f"  {name}", size)
         console.print(title, table, sep="\n")
     lines = ["No GPU is visible: name one with --gpu to see what fits."]
@@ -341,23 +342,22 @@ def _show(found: Mapping[str, Any]) -> None:
     console.print("\n".join(lines), markup=False)
 
 
-def _device_table(device: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+def _device_table(device: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
     """Return the title and the lines of a GPU that engines use."""
     numbers = device["gpus"]
     title = f"GPU {numbers[0]}" if len(numbers) == 1 else f"GPUs {', '.join(map(str, numbers))}, each"
-    lines = {}
+    lines = []
     if device["trainer"]:
-        lines["trainer, from its first step on"] = _size(device["trainer_bytes"]["peak"])
-    lines |= {f"reward model of {name}": _size(size) for name, size in device["reward_models"].items()}
+        lines.append(("trainer, from its first step on", _size(device["trainer_bytes"]["peak"])))
+    lines += [(f"reward model of {name}", _size(size)) for name, size in device["reward_models"].items()]
     for engine in device["engines"]:
-        name = engine["name"]
-        parts = ", ".join(f"{part} {_size(size)}" for part, size in engine["bytes"].items() if size)
-        lines[f"{name}: {parts}"] = _size(engine["total_bytes"])
+        lines.append((engine["name"], _size(engine["total_bytes"])))
+        lines += [(f"  {part}", _size(size)) for part, size in engine["bytes"].items() if size]
         at_once = f"{engine['longest_answers_at_once']} of {engine['slots']}"
-        lines[f"{name} holds at once, of its slots' longest answers"] = at_once
-        lines[f"{name} holds tokens of KV"] = f"{engine['kv_tokens']:,}"
-        lines[f"{name}, at worst after a restart"] = f"{engine['least_kv_tokens']:,}"
-    return title, lines | {"remaining": _size(device["remaining_bytes"])}
+        lines.append(("  longest requests at once, of its slots", at_once))
+        lines.append(("  tokens of KV", f"{engine['kv_tokens']:,}"))
+        lines.append(("  tokens of KV after a restart, at worst", f"{engine['least_kv_tokens']:,}"))
+    return title, [*lines, ("remaining", _size(device["remaining_bytes"]))]
 
 
 def _what_fits(gpu: Mapping[str, Any], tokens: int, what: str, *, remedies: bool) -> Iterator[str]:

@@ -1,17 +1,20 @@
-"""Everything that a job has on each GPU, in the order of its start: ranks of the trainer, reward models, engines.
+"""Everything that a job has on each GPU, in the order of its start: ranks of the trainer, reward models,
+engines.
 
 A server's share of a GPU depends on what is there when the server starts, so `gpu_plans` follows the start.
 
 1. A rank of the trainer loads its models. It has no gradients and moments until its first step.
-2. Reward models load, then engines: those of the rollout, then the evaluation's. All of them may load at once.
+2. Reward models load, then engines: those of the rollout, then the evaluation's. All of them may load at
+   once.
 3. The trainer steps and then keeps its peak, because torch's allocator does not give memory back.
 
-Each server holds most if it starts in this order, and this is what the GPU must have room for. A server has the
-least KV in the worse of two cases: the others on the GPU load while it loads, or it starts again once all of the
-others have all of their memory.
+Each server holds most if it starts in this order, and this is what the GPU must have room for. A server has
+the least KV in the worse of two cases: the others on the GPU load while it loads, or it starts again once
+all of the others have all of their memory.
 
-If engines and trainer take turns on a GPU (`placement.share: time`), they do not add up. While the trainer steps,
-sleeping servers keep their graphs and contexts. While they sample, the trainer keeps its parameters."""
+If engines and trainer take turns on a GPU (`placement.share: time`), they do not add up. While the trainer
+steps, sleeping servers keep their graphs and contexts. While they sample, the trainer keeps its
+parameters."""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ Shapes = Callable[[Path], Mapping[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Engine:
+class PlannedEngine:
     """An engine of a job, and the section of the job file with its flags."""
 
     name: str
@@ -55,7 +58,7 @@ class Tenants:
 
     trainer: str = ""
     rewards: tuple[tuple[str, int], ...] = ()
-    engines: tuple[Engine, ...] = ()
+    engines: tuple[PlannedEngine, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def tenants_of(job: JobConfig, model: ModelShape, shapes: Shapes, count: int) ->
         part = declared_engine(its.engine)
         if part is None:
             continue
-        engine = Engine(name, section, part, served_by(part, its, model, slots), server_flags(its))
+        engine = PlannedEngine(name, section, part, served_by(part, its, model, slots), server_flags(its))
         for gpu in engine_gpus(job, worker=worker, replica=replica, visible=count):
             gpus[gpu].engines += (engine,)
     return gpus
@@ -107,8 +110,8 @@ def takes_turns(job: JobConfig) -> bool:
 def served_by(part: EnginePart, rollout: RolloutSection, model: ModelShape, slots: int) -> Served:
     """Return the model as one GPU of this engine serves it.
 
-    Tensor ranks divide the heads of keys and values. If there are fewer heads, each rank has one. Latent attention
-    (MLA) keeps one vector per token and layer, which all tensor ranks have."""
+    Tensor ranks divide the heads of keys and values. If there are fewer heads, each rank has one. Latent
+    attention (MLA) keeps one vector per token and layer, which all tensor ranks have."""
     flags = server_flags(rollout)
     tensor, ranks = (parallel_width(flags, part.parallel_flags[:n]) for n in (1, 2))
     c = 4 if rollout.dtype == "float32" else 2
@@ -175,7 +178,7 @@ def _gpu_plan(
     loaded, peak = (trainer.loaded, trainer.peak) if tenants.trainer else (0, 0)
     rewards = sum(size for _, size in tenants.rewards)
     base = free = gpu.memory_bytes - loaded - rewards
-    started: list[tuple[Engine, int, EngineMemory]] = []
+    started: list[tuple[PlannedEngine, int, EngineMemory]] = []
     for engine in tenants.engines:
         if (memory := engine.on(gpu, free)) is not None:
             started.append((engine, free, memory))
@@ -204,11 +207,11 @@ def _gpu_plan(
     }, mistakes
 
 
-def _tokens(engine: Engine, memory: EngineMemory) -> int:
+def _tokens(engine: PlannedEngine, memory: EngineMemory) -> int:
     return max(0, memory.kv) // max(1, engine.served.kv_token)
 
 
-def _server(engine: Engine, free: int, memory: EngineMemory, least: EngineMemory) -> dict[str, Any]:
+def _server(engine: PlannedEngine, free: int, memory: EngineMemory, least: EngineMemory) -> dict[str, Any]:
     parts = {name: getattr(memory, name) for name in ("weights", "kv", "graphs", "activations", "context")}
     tokens, fewest, served = _tokens(engine, memory), _tokens(engine, least), engine.served
     return {
@@ -224,7 +227,7 @@ def _server(engine: Engine, free: int, memory: EngineMemory, least: EngineMemory
     }
 
 
-def _refused(engine: Engine, cases: Mapping[str, EngineMemory]) -> Iterator[Mistake]:
+def _refused(engine: PlannedEngine, cases: Mapping[str, EngineMemory]) -> Iterator[Mistake]:
     """Yield the mistake of an engine that would not start, or with too little KV for one request of full
     length."""
     flag, section = engine.part.memory_flag, f"{engine.section}.server.arguments"
@@ -241,8 +244,8 @@ def _refused(engine: Engine, cases: Mapping[str, EngineMemory]) -> Iterator[Mist
         why = f"no more than {max(0.0, memory.most):.2f} is free for it"
         if memory.share <= memory.most:
             why = (
-                f"{max(0, memory.kv) / GIB:.1f} GiB are left for KV, which hold {_tokens(engine, memory):,} of "
-                f"the {needed:,} tokens of rollout.max_model_len"
+                f"{max(0, memory.kv) / GIB:.1f} GiB are left for KV, which hold "
+                f"{_tokens(engine, memory):,} of the {needed:,} tokens of rollout.max_model_len"
             )
         problem = f"with {memory.share:g}, {engine.name} does not start {case}: {why}"
         yield Mistake(f"{section}.{flag}", problem, fix)

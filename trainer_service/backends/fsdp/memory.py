@@ -285,8 +285,8 @@ class RankMemory:
     moments: tuple[Moment, ...]
     """Candidates for the worst moment of a step."""
     exchanged: int = 0
-    """Bytes that the rank receives in a pass: each parameter is gathered forward and backward, and its gradient is
-    reduced in fp32."""
+    """Bytes that the rank receives in a pass: each parameter is gathered forward and backward, and its
+    gradient is reduced in fp32."""
     sequence: int = 1
     """Number of ranks that share each micro-batch. Figures per token are for the tokens of one rank."""
 
