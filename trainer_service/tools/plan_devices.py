@@ -84,7 +84,8 @@ def tenants_of(job: JobConfig, model: ModelShape, shapes: Shapes, count: int) ->
         if at >= count:
             raise ValueError(f"{name} is on {device}, and there are {count} GPUs")
         gpus[at].rewards += ((name, size),)
-    rollout, places = job.rollout, []
+    rollout = job.rollout
+    places: list[tuple[str, str, RolloutSection, int | None, int]] = []
     if not rollout.server.urls:
         each = [(worker, n) for worker in range(rollout.workers) for n in range(rollout.replicas)]
         places = [("rollout", f"rollout-{worker}", rollout, worker, n) for worker, n in each]
@@ -184,7 +185,8 @@ def _gpu_plan(
             started.append((engine, free, memory))
             free -= memory.total
     held = base - free
-    servers, mistakes = [], []
+    servers: list[dict[str, Any]] = []
+    mistakes: list[Mistake] = []
     for engine, at_start, memory in started:
         others, grown = held - memory.total, 0 if turns else peak - loaded
         cases = {
@@ -203,6 +205,7 @@ def _gpu_plan(
         "reward_models": dict(tenants.rewards),
         "engines": servers,
         "beside_trainer_bytes": gpu.memory_bytes - peak - remaining,
+        "used_bytes": gpu.memory_bytes - (min(remaining, free) if turns else remaining),
         "remaining_bytes": min(remaining, free) if turns else remaining,
     }, mistakes
 
@@ -216,6 +219,7 @@ def _server(engine: PlannedEngine, free: int, memory: EngineMemory, least: Engin
     tokens, fewest, served = _tokens(engine, memory), _tokens(engine, least), engine.served
     return {
         "name": engine.name,
+        "section": engine.section,
         "free_at_start_bytes": free,
         "bytes": parts,
         "total_bytes": memory.total,
@@ -235,13 +239,16 @@ def _refused(engine: PlannedEngine, cases: Mapping[str, EngineMemory]) -> Iterat
     for case, memory in cases.items():
         if memory.starts and _tokens(engine, memory) >= needed:
             continue
-        least = max(each.least for each in cases.values())
+        if not flag:
+            problem = f"{engine.name} needs {memory.total / GIB:.1f} GiB, {memory.share:.1f} times what is free"
+            yield Mistake(f"{engine.section}.max_concurrent", problem, "Lower it, or rollout.max_model_len")
+            return
+        least = math.ceil(100 * max(each.least for each in cases.values())) / 100
         most = min(each.most for each in cases.values())
-        share = math.ceil(100 * least) / 100
-        fix = f"Set {engine.part.kv_flag} to what it needs, or lower the memory of the others on the GPU"
-        if share <= most and not memory.starts:
-            fix = f"Set it to {share:g} (at most {math.floor(100 * most) / 100:g}), and plan again"
-        why = f"no more than {max(0.0, memory.most):.2f} is free for it"
+        fix = f"Give each engine on the GPU a KV of its own size ({section}.{engine.part.kv_flag})"
+        if memory.share < least <= most:
+            fix += f", or set it to {least:g} and plan again"
+        why = f"no more than {math.floor(100 * max(0.0, memory.most)) / 100:g} is free for it"
         if memory.share <= memory.most:
             why = (
                 f"{max(0, memory.kv) / GIB:.1f} GiB are left for KV, which hold "

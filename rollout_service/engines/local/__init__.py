@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from areal_async.config.engine_memory import EngineMemory, Served
@@ -24,7 +25,8 @@ class Local(EnginePart):
     ) -> EngineMemory:
         # The cache is dense: each slot has room for the longest request.
         kv = served.slots * served.max_tokens * served.kv_token
-        return EngineMemory(served.weights, kv, activations=served.working(max(PREFILL, served.max_tokens)))
+        found = EngineMemory(served.weights, kv, activations=served.working(max(PREFILL, served.max_tokens)))
+        return replace(found, share=found.total / max(1, free))
 
     def make(
         self, job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int
