@@ -1,4 +1,4 @@
-"""The memory model for Qwen2.5-7B and Qwen3-8B, against the tensors that transformers makes on the device
+"""The memory model at the sizes of Qwen2.5-7B and Qwen3-8B, against what transformers makes on `meta`.
 `meta`.
 
 Tensors there have shapes and no data. Each storage counts from the operator that makes it until it is freed.
