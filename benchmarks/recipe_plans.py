@@ -153,7 +153,7 @@ def compared(job: JobConfig, found: dict[str, Any], named: int) -> dict[str, Any
             servers[engine["section"]] = {
                 "kv_tokens": [engine["kv_tokens"], round(own["kv_tokens"])],
                 "least_kv_tokens": engine["least_kv_tokens"],
-                "longest_at_once": f"{engine['longest_answers_at_once']} of {engine['slots']}",
+                "longest_at_once": f"{engine['longest_requests_at_once']} of {engine['slots']}",
             }
     ratio = max(max(each, 1 / each) for each in ratios)
     return {

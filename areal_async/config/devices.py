@@ -101,21 +101,6 @@ def _of_workers(job: JobConfig) -> int:
     return rollout.workers * rollout.replicas * width_of(rollout) if takes_turns else 0
 
 
-def gpus_needed(job: JobConfig) -> int:
-    """Return the number of GPUs of a host on which no two processes share one. Return 1 if the job is valid
-    on a single GPU: it is then assumed to have no more."""
-    own = trainer_gpus(job).stop
-    if job.kind != "rl" or not [*device_mistakes(job, 1)]:
-        return max(own, 1)
-    found = [own + _of_workers(job), *(gpu + 1 for gpu in rollout_gpus(job))]
-    if job.tasks.evaluation is not None:
-        evaluation = evaluation_rollout(job)
-        kind, _, number = evaluation.device.partition(":")
-        if kind == "cuda":
-            found.append(int(number or found[0]) + width_of(evaluation))
-    return max(1, *found)
-
-
 def names_of(gpus: Sequence[int], variables: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names of the GPUs for `CUDA_VISIBLE_DEVICES` of a child process. `variables` is the
     environment of its parent."""

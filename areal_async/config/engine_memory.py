@@ -19,8 +19,8 @@ Both servers read the free memory twice. Memory that another process takes in be
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -31,6 +31,7 @@ GRAPH_BYTES = 8 * MIB
 graphs are in the same pool and count as activations."""
 SLOT_GRAPH_BYTES = 2 * MIB
 """The same for all of SGLang's graphs of a decode pass, per request of the largest one."""
+LOCAL_PREFILL = 4096  # Tokens of one prefill pass of the local engine
 LOGIT_BYTES = 14
 """A logit in bfloat16, in fp32, as probability and as log-prob."""
 
@@ -49,6 +50,10 @@ class Served:
     """Largest number of requests at once."""
     max_tokens: int
     """Longest request: `rollout.max_model_len`."""
+    flags: Mapping[str, Any]
+    """Flags of the server, in its spelling."""
+    ranks: int = 1
+    """Product of the server's tensor and pipeline sizes."""
 
     def working(self, prefill: int) -> int:
         """Return the bytes of a pass over `prefill` tokens that samples for all slots."""
@@ -85,55 +90,62 @@ class EngineMemory:
         return self.graphs + self.context
 
 
-def sglang_memory(
-    served: Served, flags: Mapping[str, Any], gpu: int, free: int, grown: int, ranks: int
-) -> EngineMemory:
-    """Return the memory of an SGLang server with these flags on a GPU of `gpu` bytes. `free` bytes are free
-    before it starts. `ranks` is the product of its tensor and pipeline sizes."""
-    mib, before = gpu / MIB, max(1, free - CONTEXT_BYTES)
+MemoryRule = Callable[[Served, int, int, int], EngineMemory]
+"""Function of the model, of the bytes of a GPU, of the bytes that are free before the engine's process
+starts, and of the bytes that other processes take while it loads."""
+
+
+def local_memory(served: Served, gpu: int, free: int, grown: int) -> EngineMemory:
+    """Return the memory of a local engine. Its cache is dense: each slot has room for the longest request."""
+    kv = served.slots * served.max_tokens * served.kv_token
+    found = EngineMemory(served.weights, kv, 0, served.working(max(LOCAL_PREFILL, served.max_tokens)))
+    return replace(found, share=found.total / max(1, free))
+
+
+def sglang_memory(served: Served, gpu: int, free: int, grown: int) -> EngineMemory:
+    """Return the memory of an SGLang server."""
+    flags, mib, before = served.flags, gpu / MIB, max(1, free - CONTEXT_BYTES)
     chunk = _number(flags.get("chunked-prefill-size") or _step(mib, {20: 2048, 60: 4096, 160: 8192}, 16_384))
-    batches = {20: 8, 35: 160, 60: 160, 160: 512} if ranks >= 4 else {20: 8, 35: 48, 60: 32, 160: 256}
-    largest = _step(mib, batches, 512)
-    given = flags.get("cuda-graph-max-bs-decode") or flags.get("cuda-graph-max-bs")
-    decode = _number(given or min(largest, served.slots))
+    narrow, wide = {20: 8, 35: 48, 60: 32, 160: 256}, {20: 8, 60: 160, 160: 512}
+    largest = min(_step(mib, wide if served.ranks >= 4 else narrow, 512), served.slots)
+    decode = _number(flags.get("cuda-graph-max-bs-decode") or largest)
     sizes = [*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64)]
     sizes += [*range(1280, 4097, 256), *range(4608, chunk + 1, 512)]
     graphs = decode * SLOT_GRAPH_BYTES + sum(size <= chunk for size in sizes) * GRAPH_BYTES
-    graphs = 0 if flags.get("disable-cuda-graph") else graphs
-    reserve = 512 + 1.5 * max(chunk, 2048) + ranks * 128 + graphs / MIB
-    reserve = max(reserve, 10 * 1024) if mib > 60 * 1024 else reserve
+    graphs = 0 if "disable-cuda-graph" in flags else graphs
+    reserve = max(512 + 1.5 * chunk + served.ranks * 128 + graphs / MIB, 10_240 * (mib > 60 * 1024))
     share = float(flags.get("mem-fraction-static") or round(1 - reserve / mib, 3))
-    working = served.working(chunk)
-    kv = int(share * before) - served.weights - grown
-    if limit := flags.get("max-total-tokens"):
-        kv = min(kv, _number(limit) * served.kv_token)
-    needed = served.weights + grown + served.max_tokens * served.kv_token
+    limit = _number(flags.get("max-total-tokens") or free) * served.kv_token
+    kv = min(int(share * before) - served.weights - grown, limit)
+    needed, working = served.weights + grown + served.max_tokens * served.kv_token, served.working(chunk)
     most = 1 - (graphs + working) / before
     return EngineMemory(served.weights, kv, graphs, working, share, needed / before, most)
 
 
-def vllm_memory(served: Served, flags: Mapping[str, Any], gpu: int, free: int, grown: int) -> EngineMemory:
-    """Return the memory of a vLLM server with these flags on a GPU of `gpu` bytes. `free` bytes are free
-    before it starts."""
+def vllm_memory(served: Served, gpu: int, free: int, grown: int) -> EngineMemory:
+    """Return the memory of a vLLM server."""
+    flags, most = served.flags, (free - CONTEXT_BYTES) / gpu
     chunk = _number(flags.get("max-num-batched-tokens") or _step(gpu / MIB, {70: 2048, 160: 8192}, 16_384))
     largest = min(2 * served.slots, 512, chunk)
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
     # Each size is captured as a whole, for decoding, and in pieces.
     graphs = 2 * GRAPH_BYTES * sum(size <= largest for size in sizes)
-    graphs = 0 if flags.get("enforce-eager") else graphs
-    share = float(flags.get("gpu-memory-utilization") or 0.92)
-    working = served.working(chunk)
+    graphs = 0 if "enforce-eager" in flags else graphs
+    share, working = float(flags.get("gpu-memory-utilization") or 0.92), served.working(chunk)
     own = served.weights + graphs + working
+    kv, least = (
+        math.ceil(share * gpu) - own - grown,
+        (own + grown + served.max_tokens * served.kv_token) / gpu,
+    )
     if limit := flags.get("kv-cache-memory-bytes"):
         kv, least = _number(limit), 0.0
-    else:
-        kv = math.ceil(share * gpu) - own - grown
-        least = (own + grown + served.max_tokens * served.kv_token) / gpu
-    return EngineMemory(served.weights, kv, graphs, working, share, least, (free - CONTEXT_BYTES) / gpu)
+        most = most if own + grown + kv <= most * gpu else 0.0
+    return EngineMemory(served.weights, kv, graphs, working, share, least, most)
 
 
 def _number(value: Any) -> int:
-    """Return the number of a flag such as 8192, `8k` or `10G`, as vLLM reads it: small suffixes are decimal."""
+    """Return the number of a flag such as 8192, `8k` or `10G`, as vLLM reads it: small suffixes are
+    decimal."""
     text = str(value)
     power = "kmgt".find(text[-1].lower()) + 1
     return int(float(text[:-1]) * (1000 if text[-1].islower() else 1024) ** power) if power else int(text)

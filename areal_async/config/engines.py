@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from areal_async.base.errors import ArealError
 from areal_async.base.mistakes import Mistake
 from areal_async.config.base import Section
-from areal_async.config.engine_memory import EngineMemory, Served
+from areal_async.config.engine_memory import MemoryRule
 from areal_async.config.registry import ENGINES
 
 if TYPE_CHECKING:
@@ -107,14 +107,8 @@ class EnginePart:
     kv_flag: ClassVar[str] = ""
     """Server flag that sets or limits the size of KV, so that it does not depend on other processes."""
 
-    def memory(
-        self, served: Served, flags: Mapping[str, Any], *, gpu: int, free: int, grown: int = 0
-    ) -> EngineMemory | None:
-        """Return the memory that the engine takes of each of its GPUs, or None if it is unknown.
-
-        A GPU has `gpu` bytes. `free` of them are free before the engine's process starts. Other processes
-        take `grown` bytes while the engine loads. `flags` are those of its server (`server_flags`)."""
-        return None
+    memory: ClassVar[MemoryRule | None] = None
+    """Memory that the engine takes of each of its GPUs; None if it is unknown."""
 
     def width(self, rollout: RolloutSection) -> int:
         """Return the number of GPUs of one engine with these arguments of its section and its server. A value

@@ -353,7 +353,7 @@ def _device_table(device: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]
     for engine in device["engines"]:
         lines.append((engine["name"], _size(engine["total_bytes"])))
         lines += [(f"  {part}", _size(size)) for part, size in engine["bytes"].items() if size]
-        at_once = f"{engine['longest_answers_at_once']} of {engine['slots']}"
+        at_once = f"{engine['longest_requests_at_once']} of {engine['slots']}"
         lines.append(("  longest requests at once, of its slots", at_once))
         lines.append(("  tokens of KV", f"{engine['kv_tokens']:,}"))
         lines.append(("  tokens of KV after a restart, at worst", f"{engine['least_kv_tokens']:,}"))

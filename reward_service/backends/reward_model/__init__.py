@@ -81,12 +81,10 @@ class RewardModelReward(BackendReward):
         return START_LIMIT_S
 
     @classmethod
-    def on_gpu(cls, arguments: Mapping[str, Any]) -> tuple[str, str, str, int] | None:
-        """Return the device, model, dtype and largest number of tokens of a batch. Return None on a CPU."""
+    def on_gpu(cls, arguments: Mapping[str, Any]) -> tuple[str, Path, str, int]:
+        """Return the device, model, dtype and largest number of tokens of a batch."""
         own = RewardModelArguments.model_validate(arguments)
-        if own.device != "auto" and not own.device.startswith("cuda"):
-            return None
-        return own.device, str(own.model), own.dtype, max(own.max_tokens, own.max_batch_tokens)
+        return own.device, Path(own.model), own.dtype, max(own.max_tokens, own.max_batch_tokens)
 
     @classmethod
     def check_files(cls, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from areal_async.config.engine_memory import EngineMemory, Served
+from areal_async.config.engine_memory import local_memory
 from areal_async.config.engines import LOGPROB_BOUNDS, EnginePart
 from areal_async.config.job import JobConfig
 from areal_async.config.routes import replayed_mixture
 from areal_async.service.context import ServiceContext
-
-PREFILL = 4096  # Tokens of one prefill pass (core.py)
 
 
 class Local(EnginePart):
     logprob_bounds = LOGPROB_BOUNDS
     no_routes = ""
     no_group = "the engine is torch in the worker's own process, and reads the trainer's shared memory anyway"
-
-    def memory(
-        self, served: Served, flags: Mapping[str, Any], *, gpu: int, free: int, grown: int = 0
-    ) -> EngineMemory:
-        # The cache is dense: each slot has room for the longest request.
-        kv = served.slots * served.max_tokens * served.kv_token
-        found = EngineMemory(served.weights, kv, activations=served.working(max(PREFILL, served.max_tokens)))
-        return replace(found, share=found.total / max(1, free))
+    memory = staticmethod(local_memory)
 
     def make(
         self, job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from areal_async.config.engine_memory import EngineMemory, Served, sglang_memory
+from areal_async.config.engine_memory import sglang_memory
 from areal_async.config.engines import LOGPROB_BOUNDS, EnginePart, flag_name, parallel_width
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import RolloutSection
@@ -43,11 +43,7 @@ class SGLang(EnginePart):
     )
     memory_flag = "mem-fraction-static"
     kv_flag = "max-total-tokens"
-
-    def memory(
-        self, served: Served, flags: Mapping[str, Any], *, gpu: int, free: int, grown: int = 0
-    ) -> EngineMemory:
-        return sglang_memory(served, flags, gpu, free, grown, parallel_width(flags, self.parallel_flags[:2]))
+    memory = staticmethod(sglang_memory)
 
     def width(self, rollout: RolloutSection) -> int:
         arguments = rollout.server.arguments

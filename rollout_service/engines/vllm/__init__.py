@@ -8,7 +8,7 @@ from tempfile import gettempdir
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from areal_async.config.engine_memory import EngineMemory, Served, vllm_memory
+from areal_async.config.engine_memory import vllm_memory
 from areal_async.config.engines import LOGPROB_BOUNDS, EnginePart
 from areal_async.config.job import JobConfig
 from areal_async.service.context import ServiceContext
@@ -38,11 +38,7 @@ class Vllm(EnginePart):
     )
     memory_flag = "gpu-memory-utilization"
     kv_flag = "kv-cache-memory-bytes"
-
-    def memory(
-        self, served: Served, flags: Mapping[str, Any], *, gpu: int, free: int, grown: int = 0
-    ) -> EngineMemory:
-        return vllm_memory(served, flags, gpu, free, grown)
+    memory = staticmethod(vllm_memory)
 
     def make(
         self, job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int

@@ -9,6 +9,7 @@ import recipe_plans
 from plan_count import counted
 from transformers import DeepseekV3Config
 
+from areal_async.base.mistakes import ConfigError
 from areal_async.config.job import JobConfig
 from tests.unit.trainer.test_memory import plan, sized
 from trainer_service.tools.gpus import MIB, gpu_named
@@ -85,7 +86,7 @@ def test_a_server_that_starts_again_beside_the_trainers_peak_is_refused_with_wha
     assert found["mistakes"] == []
     for engine in found["devices"][0]["engines"]:
         assert (engine["kv_tokens"], engine["least_kv_tokens"]) == (40_000, 40_000)
-        assert engine["longest_answers_at_once"] == 40_000 // 2048
+        assert engine["longest_requests_at_once"] == 40_000 // 2048
 
 
 def test_the_share_that_a_plan_advises_is_one_with_which_the_server_starts(make):
@@ -239,6 +240,9 @@ def test_a_reward_model_is_counted_on_its_gpu(make, tmp_path):
     # 494 million parameters in bfloat16, a pass of 4,096 tokens, and a context.
     held = device["reward_models"]["reward"]
     assert held == pytest.approx(GIB + 2 * 494e6 + 4096 * 2 * (3 * 4864 + 4 * 896), rel=0.02)
+    told = "reward is on cuda:3, and GPUs are planned up to 0: name more with --gpu"
+    with pytest.raises(ConfigError, match=told):
+        planned(make(reward={"name": "reward_model", "args": arguments}))
     arguments["device"] = "cpu"
     found = planned(make(reward={"name": "reward_model", "args": arguments}, rollout=SGLANG | {"workers": 2}))
     assert not any(device["reward_models"] for device in found["devices"])
