@@ -318,9 +318,9 @@ def _show(found: Mapping[str, Any]) -> None:
     what = "micro-batch" if tokens == found["micro_batch_tokens"] else "row"
     each[f"peak of a {what} of {tokens:,} tokens"] = _size(found["peak_bytes"])
     if communication := found.get("communication"):
-        speed = f"{LINKS[communication['link']] / 1e9:.0f} GB/s {communication['link']}"
-        name = f"exchanged in a pass, at {speed}"
-        each[name] = f"{communication['seconds_per_pass']:.2f} s"
+        link = communication["link"]
+        speed = f"{LINKS[link] / 1e9:.0f} GB/s {link}"
+        each[f"exchanged in a pass, at {speed}"] = f"{communication['seconds_per_pass']:.2f} s"
     host = {name: _size(size) for name, size in found["host_bytes"].items()}
     tables = [("each rank", [*each.items()]), ("the host of rank 0", [*host.items()])]
     tables += [_device_table(device) for device in found.get("devices", ()) if device["engines"]]
@@ -334,7 +334,8 @@ def _show(found: Mapping[str, Any]) -> None:
     lines = ["No GPU is visible: name one with --gpu to see what fits."]
     if gpu is not None:
         usable = f"{gpu['name']}: {_size(gpu['usable_bytes'])} for the trainer's tensors"
-        lines = [usable, *_what_fits(gpu, tokens, what, remedies=not found["mistakes"])]
+        hopeless = any(each["field"] == "model" for each in found["mistakes"])
+        lines = [usable, *_what_fits(gpu, tokens, what, remedies=not hopeless)]
     lines += [f"- {each['field']}: {each['problem']}. {each['fix']}." for each in found["mistakes"]]
     if layers := found["uncounted_layers"]:
         lines.append(f"Not counted is what these layers of a block keep: {', '.join(layers)}.")
@@ -369,9 +370,8 @@ def _what_fits(gpu: Mapping[str, Any], tokens: int, what: str, *, remedies: bool
 
 
 def _size(n_bytes: int) -> str:
-    return (
-        f"{n_bytes / GIB:.2f} GiB" if abs(n_bytes) >= GIB // 10 or not n_bytes else f"{n_bytes / MIB:.2f} MiB"
-    )
+    large = abs(n_bytes) >= GIB // 10 or not n_bytes
+    return f"{n_bytes / GIB:.2f} GiB" if large else f"{n_bytes / MIB:.2f} MiB"
 
 
 def _count(number: int) -> str:

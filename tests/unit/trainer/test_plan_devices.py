@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import recipe_plans
@@ -37,6 +38,15 @@ def make(tmp_path):
         return JobConfig.model_validate(job | sections)
 
     return made
+
+
+def written(make, folder):
+    """Write such a job as a file."""
+    make()
+    (folder / "tokenizer.json").write_text("{}")
+    rollout = SGLANG | {"sampling": {"max_new_tokens": 512}}
+    job = {"job": "j", "model": ".", "tasks": {"train": "t.jsonl"}, "rollout": rollout, "trainer": TRAINER}
+    (folder / "job.yaml").write_text(json.dumps(job))
 
 
 def planned(job, gpu="H100", count=None):
@@ -173,6 +183,13 @@ def test_a_model_whose_snapshots_no_host_holds_is_refused_without_advice_that_ca
     assert found["communication"]["seconds_per_pass"] == pytest.approx(8 * 671e9 / 45e9, rel=0.02)
 
 
+def test_a_server_that_does_not_start_leaves_the_advice_for_the_trainer(make, tmp_path):
+    written(make, tmp_path)
+    page = plan(tmp_path, "rollout.engine=vllm", "trainer.micro_batch_tokens=9000000", "--gpu", "L4").stdout
+    assert "Change one of these and plan again" in page
+    assert "- rollout.server.arguments.gpu-memory-utilization: with 0.92, rollout-0 does not start" in page
+
+
 def test_a_host_has_eight_ranks_at_most(tmp_path):
     _, _, two = sized(tmp_path, trainer={"ranks": 2})
     job, model, many = sized(tmp_path, trainer={"ranks": 32, "backend_args": {"offload_optimizer": True}})
@@ -204,12 +221,7 @@ def test_a_job_that_needs_several_gpus_has_each_of_them_once(make):
 
 
 def test_the_number_of_gpus_is_told_with_their_name(make, tmp_path):
-    job = make(**EVALUATED)
-    text = json.loads(job.model_dump_json())
-    content = {key: text[key] for key in ("job", "model")} | {"tasks": {"train": "t.jsonl"}}
-    content |= {"rollout": SGLANG | {"sampling": {"max_new_tokens": 512}}, "trainer": TRAINER}
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "job.yaml").write_text(json.dumps(content))
+    written(make, tmp_path)
     one, two = (json.loads(plan(tmp_path, "--gpu", gpu, "--json").stdout) for gpu in ("H100", "2xH100"))
     assert [device["gpus"] for device in one["devices"]] == [[0]]
     assert [device["gpus"] for device in two["devices"]] == [[0], [1]]
@@ -218,6 +230,20 @@ def test_the_number_of_gpus_is_told_with_their_name(make, tmp_path):
     assert "tokens of KV after a restart, at worst" in page
     told = plan(tmp_path, "trainer.ranks=4", "--gpu", "2xH100").stderr
     assert "trainer.device: cuda with 4 GPUs for the trainer's ranks needs 4, and 2 are visible" in told
+
+
+def test_the_gpus_that_are_visible_are_planned_for(make, tmp_path, monkeypatch):
+    """Two GPUs are visible, so trainer and engine have one each. With eight ranks, as many as these need."""
+    written(make, tmp_path)
+    monkeypatch.setattr("trainer_service.tools.plan.shutil.which", lambda name: "/bin/true")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    seen = SimpleNamespace(name="NVIDIA A100-SXM4-80GB", total_memory=80 * GIB)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: seen)
+    two, many = (json.loads(plan(tmp_path, f"trainer.ranks={ranks}", "--json").stdout) for ranks in (1, 8))
+    assert two["gpu"]["memory_bytes"] == 80 * GIB
+    assert [device["gpus"] for device in two["devices"]] == [[0], [1]]
+    assert [device["gpus"] for device in many["devices"]] == [[*range(8)], [8]]
 
 
 def test_a_local_engine_has_room_for_the_longest_request_in_each_slot(make):
