@@ -4,7 +4,11 @@
 
 Each job file is validated, with folders that hold a `config.json` alone in the place of the hub's models.
 `peak_gib` is what `areal-async plan` says that a rank of the trainer needs at most, of `fits_gib` that an
-H100 has for it beside engines on the same GPU. Jobs whose engines have GPUs of their own are simulated as by
+H100 has for it beside the other processes on the same GPU. `used` has the GiB of each kind of GPU that are in
+use at most, and `servers` the tokens of KV of each server and the requests of full length that run at once:
+by the plan, and by a second count (`plan_count.py`). `ratio` is the largest of the plan's figures to those of
+the count, or the inverse. `least_kv_tokens` is for a server that starts again beside all others.
+Jobs whose engines have GPUs of their own are simulated as by
 `areal-async simulate`, with costs that follow from the models' dimensions and were not measured: training and
 prompts at 40 % of 989 TFLOP/s; decoding at 60 % of 3.35 TB/s, with the weights and the running requests' keys
 and values read in every pass; answers of the mean length in `ANSWERS`, lognormal, scored in the seconds that
@@ -16,12 +20,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from plan_count import counted
+
 from areal_async.base.yaml_file import read_mapping
-from areal_async.config.devices import trainer_gpus, width_of
+from areal_async.config.devices import width_of
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from replay_buffer.simulation.costs import (
@@ -121,14 +128,40 @@ def files() -> list[Path]:
     return sorted(RECIPES.glob("*/*_gpu*.yaml"))
 
 
-def gpus_of(job: JobConfig) -> int:
-    """GPUs that ranks, engines and the evaluation have to themselves; those that share one count once."""
-    own = len(trainer_gpus(job))
-    if job.kind != "rl":
-        return own
-    engines = job.rollout.workers * job.rollout.replicas * width_of(job.rollout)
-    scorer = str(job.reward.args.get("device", "")).startswith("cuda")
-    return own + engines + width_of(job.rollout) + scorer
+def gpus_named(path: Path) -> int:
+    """GPUs in the name of a job file."""
+    found = re.search(r"(\d+)_gpus?$", path.stem)
+    assert found is not None, path
+    return int(found[1])
+
+
+def compared(job: JobConfig, found: dict[str, Any], named: int) -> dict[str, Any]:
+    """The plan's figures of GPUs and servers beside those of the second count."""
+    second = counted(job, named)
+    used: dict[str, list[float]] = {}
+    servers: dict[str, dict[str, Any]] = {}
+    ratios = [found["peak_bytes"] / second["trainer_peak"]]
+    for device in found["devices"]:
+        sections = [engine["section"] for engine in device["engines"]]
+        kind = "trainer" if device["trainer"] else sections[0] if sections else "reward"
+        by_plan, by_count = device["used_bytes"], second["used"][kind]
+        used[kind] = [round(by_plan / GIB, 1), round(by_count / GIB, 1)]
+        ratios.append(by_plan / by_count)
+        for engine in device["engines"]:
+            own = second[engine["section"]]
+            ratios += [engine["kv_tokens"] / own["kv_tokens"], engine["total_bytes"] / own["total"]]
+            servers[engine["section"]] = {
+                "kv_tokens": [engine["kv_tokens"], round(own["kv_tokens"])],
+                "least_kv_tokens": engine["least_kv_tokens"],
+                "longest_at_once": f"{engine['longest_requests_at_once']} of {engine['slots']}",
+            }
+    ratio = max(max(each, 1 / each) for each in ratios)
+    return {
+        "peak_gib": [round(found["peak_bytes"] / GIB, 1), round(second["trainer_peak"] / GIB, 1)],
+        "used": used,
+        "servers": servers,
+        "ratio": round(ratio, 3),
+    }
 
 
 def costs_of(job: JobConfig, recipe: str, parameters: dict[str, int]) -> Costs:
@@ -165,18 +198,17 @@ def planned(path: Path, models: Path, *, simulate: bool = True) -> dict[str, Any
     gpu = gpu_named("H100")
     assert gpu is not None
     found = figures(job, shape, rank, gpu)
+    named = gpus_named(path)
     row: dict[str, Any] = {
-        "gpus": 1 if job.trainer.ranks == 1 else gpus_of(job),
+        "gpus": sum(len(device["gpus"]) for device in found["devices"]),
         "ranks": job.trainer.ranks,
-        "peak_gib": round(found["peak_bytes"] / GIB, 1),
-        "host_gib": round(sum(found["host_bytes"].values()) / GIB, 1),
+        **compared(job, found, named),
         "fits_gib": round(found["gpu"]["usable_bytes"] / GIB, 1),
+        "fits": found["gpu"]["fits"] and all(each["remaining_bytes"] > 0 for each in found["devices"]),
+        "mistakes": found["mistakes"],
+        "host_gib": round(sum(found["host_bytes"].values()) / GIB, 1),
     }
-    if job.kind == "rl" and job.trainer.ranks == 1:
-        servers = (job.rollout.server, job.evaluation.server)
-        shares = [float(value or 0) for server in servers for value in server.arguments.values()]
-        row["fits_gib"] = round(row["fits_gib"] - sum(shares) * found["gpu"]["memory_bytes"] / GIB, 1)
-    elif job.kind == "rl" and simulate:
+    if job.kind == "rl" and job.trainer.ranks > 1 and simulate:
         sizes = {
             name: job_memory(job.model_copy(update={"model": use.folder}))[0][TRAINED_MODEL].size
             for name, use in models_of(job).items()

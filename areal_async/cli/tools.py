@@ -140,7 +140,7 @@ class PlanRequest(ToolRequest, frozen=True):
     job_file: JobFile
     overrides: Overrides = None
     gpu: Annotated[
-        str | None, Option(metavar="NAME", help="A GPU, such as H100, instead of the visible one.")
+        str | None, Option(metavar="NAME", help="GPUs, such as H100 or 8xH100, instead of the visible ones.")
     ] = None
 
 

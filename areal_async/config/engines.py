@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from areal_async.base.errors import ArealError
 from areal_async.base.mistakes import Mistake
 from areal_async.config.base import Section
+from areal_async.config.engine_memory import MemoryRule
 from areal_async.config.registry import ENGINES
 
 if TYPE_CHECKING:
@@ -99,7 +100,15 @@ class EnginePart:
     quantising_flags: ClassVar[frozenset[str]] = frozenset()
     """Server flags whose values make weights or KV less precise than `rollout.dtype`."""
     parallel_flags: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Server flags that multiply the engine's number of GPUs. Each entry has all spellings of one flag."""
+    """Server flags that multiply the engine's number of GPUs. Each entry has all spellings of one flag. The
+    first flag divides matrices, and the second divides layers."""
+    memory_flag: ClassVar[str] = ""
+    """Server flag that sets the server's share of a GPU's memory."""
+    kv_flag: ClassVar[str] = ""
+    """Server flag that sets or limits the size of KV, so that it does not depend on other processes."""
+
+    memory: ClassVar[MemoryRule | None] = None
+    """Memory that the engine takes of each of its GPUs; None if it is unknown."""
 
     def width(self, rollout: RolloutSection) -> int:
         """Return the number of GPUs of one engine with these arguments of its section and its server. A value
@@ -151,6 +160,12 @@ class EnginePart:
 def flag_name(given: str) -> str:
     """Return a flag of `rollout.server.arguments` in the spelling of the servers."""
     return given.lstrip("-").replace("_", "-")
+
+
+def server_flags(rollout: RolloutSection) -> dict[str, Any]:
+    """Return the flags of a server that are enabled, in the spelling of the servers."""
+    given = {flag_name(name): value for name, value in rollout.server.arguments.items()}
+    return {name: value for name, value in given.items() if str(value).lower() not in OFF}
 
 
 OFF = frozenset({"", "none", "null", "auto", "off", "false", "0", "0.0", "-1"})

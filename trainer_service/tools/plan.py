@@ -1,4 +1,4 @@
-"""`areal-async plan`: the memory that a job's trainer needs on each rank, and the micro-batches that fit.
+"""`areal-async plan`: the memory that a job needs on each GPU and host, and the micro-batches that fit.
 
 The command reads the job file, the model's `config.json` and the headers of its safetensors files, but no
 weights. If there are no safetensors files, transformers computes the shapes of tensors. Otherwise torch is
@@ -8,6 +8,8 @@ imported only to find a visible GPU.
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -22,6 +24,7 @@ from rich.table import Table
 from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.cli.tools import PlanRequest, print_json, run_tool
 from areal_async.config.content import content_mistakes
+from areal_async.config.devices import device_mistakes
 from areal_async.config.files import check_config, lora_target_mistakes
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
@@ -33,9 +36,16 @@ from areal_async.weights.channels import shared_copies
 from trainer_service.backends.base import TRAINED_MODEL, models_of
 from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, options_of, planned
 from trainer_service.tools.gpus import GPUS, MIB, Gpu, gpu_named, gpu_of_device
+from trainer_service.tools.plan_devices import TrainerBytes, gpu_plans
 
 RESERVED_BYTES = 3 << 29  # The CUDA context, and workspaces of cuBLAS and NCCL
 FRAGMENTED_SHARE = 0.05  # Share of memory that the caching allocator cannot use
+HOST_GPUS = 8  # Ranks on one host, at most
+HOST_BYTES = 2 << 40
+"""Memory that a host with eight GPUs usually has. More is not planned with."""
+LINKS = {"between GPUs of a host": 200e9, "between hosts": 45e9}
+"""Bytes per second that NCCL's collectives reach for each GPU: with NVLink of an H100 (450e9 each way), and
+with a network card of 400 Gbit/s for each GPU. Both are assumptions."""
 NCCL_COPY = "copy of the weights that nccl sends"
 REMEDIES = (
     "trainer.micro_batch_tokens and rollout.max_model_len",
@@ -55,9 +65,9 @@ def main(request: PlanRequest) -> None:
     job = load_job(Path(request.job_file), request.overrides or (), files=False)
     if mistakes := content_mistakes(job, ("model",)) or check_config(job):
         raise ConfigError(request.job_file, mistakes)
-    gpu = _gpu(request.gpu, job)
+    gpu, count = _gpu(request.gpu, job)
     shapes, rank = job_memory(job, request.job_file)
-    found = figures(job, shapes[TRAINED_MODEL], rank, gpu) | {
+    found = figures(job, shapes[TRAINED_MODEL], rank, gpu, count) | {
         "shapes_of_config": not _has_weights(job.model),
         "further_models": {
             name: {"parameters": shapes[name].size, "trained": use.optimizer is not None}
@@ -127,18 +137,20 @@ def _has_weights(folder: Path) -> bool:
     return bool(files) and all(path.is_file() for path in files)
 
 
-def usable_bytes(gpu: Gpu) -> int:
-    """Return the bytes of a GPU that are available for tensors."""
-    return int((gpu.memory_bytes - RESERVED_BYTES) * (1 - FRAGMENTED_SHARE))
+def usable_bytes(gpu: Gpu, beside: int = 0) -> int:
+    """Return the bytes of a GPU that are available for the trainer's tensors, with `beside` bytes of other
+    processes on it."""
+    return int((gpu.memory_bytes - RESERVED_BYTES - beside) * (1 - FRAGMENTED_SHARE))
 
 
 def host_bytes(job: JobConfig, model: ModelShape, rank: RankMemory) -> dict[str, int]:
-    """Return the bytes of host memory with all ranks of the job on one host, without entries of 0."""
-    published = _published_bytes(job, model)
+    """Return the bytes of memory that the host of rank 0 needs, without entries of 0. The host has at most
+    `HOST_GPUS` ranks."""
+    published, ranks = _published_bytes(job, model), min(job.trainer.ranks, HOST_GPUS)
     # Copies of the model are equal, so only the first one writes checkpoints.
     found = {
-        "copy for checkpoints, all ranks": rank.saved * options_of(job.trainer).shards,
-        "offloaded AdamW moments, all ranks": rank.host_optimizer * job.trainer.ranks,
+        "copy for checkpoints, ranks of the host": rank.saved * min(ranks, options_of(job.trainer).shards),
+        "offloaded AdamW moments, ranks of the host": rank.host_optimizer * ranks,
     }
     try:
         shared = shared_copies(job) if job.kind == "rl" else None
@@ -166,8 +178,8 @@ def _sent_bytes(job: JobConfig, model: ModelShape) -> int:
     return _published_bytes(job, model) if job.kind == "rl" and job.weights.channel == "nccl" else 0
 
 
-def _tokens_that_fit(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu) -> int:
-    room, sent = usable_bytes(gpu), _sent_bytes(job, model)
+def _tokens_that_fit(job: JobConfig, model: ModelShape, rank: RankMemory, room: int) -> int:
+    sent = _sent_bytes(job, model)
     # Before the next pass, a version is exported completely, next to the copy that is sent.
     return rank.tokens_that_fit(room - sent) if rank.state + 2 * sent <= room else 0
 
@@ -179,8 +191,10 @@ def longest_pass(job: JobConfig) -> int:
     return max(job.trainer.micro_batch_tokens, longest_row)
 
 
-def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None) -> dict[str, Any]:
-    """Return all printed figures, in bytes."""
+def figures(
+    job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None, count: int | None = None
+) -> dict[str, Any]:
+    """Return all printed figures, in bytes. `count` is the number of GPUs, None if it is not known."""
     trainer, tokens = job.trainer, longest_pass(job)
     sent = _sent_bytes(job, model)
     found: dict[str, Any] = {
@@ -209,37 +223,77 @@ def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None
         "peak_bytes": max(rank.peak(tokens) + sent, rank.state + 2 * sent),
         "host_bytes": host_bytes(job, model, rank),
     }
+    mistakes = [*_host_mistakes(found["host_bytes"])]
     if sent:
         found["bytes_per_rank"][NCCL_COPY] = sent
+    if rank.exchanged and trainer.ranks > 1:
+        link = [*LINKS][options_of(trainer).shards > HOST_GPUS]
+        found["communication"] = {"link": link, "seconds_per_pass": rank.exchanged / LINKS[link]}
     if gpu is not None:
-        fits = _tokens_that_fit(job, model, rank, gpu)
-        found["gpu"] = {
+        there, refused = _on_gpus(job, model, rank, gpu, count, found["peak_bytes"])
+        found, mistakes = found | there, mistakes + refused
+    told = [{"field": each.field, "problem": each.problem, "fix": each.fix} for each in mistakes]
+    return found | {"mistakes": told}
+
+
+def _host_mistakes(host: Mapping[str, int]) -> Iterator[Mistake]:
+    if (needed := sum(host.values())) > HOST_BYTES:
+        problem = (
+            f"its snapshots and copies take {_size(needed)} on the host of rank 0, and a host with eight "
+            f"GPUs has about {_size(HOST_BYTES)}: no setting changes this"
+        )
+        yield Mistake("model", problem, "Train a smaller model")
+
+
+def _on_gpus(
+    job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu, count: int | None, peak: int
+) -> tuple[dict[str, Any], list[Mistake]]:
+    held = TrainerBytes(
+        RESERVED_BYTES + rank.parameters, RESERVED_BYTES + math.ceil(peak / (1 - FRAGMENTED_SHARE))
+    )
+    try:
+        devices, mistakes = gpu_plans(job, model, tensor_shapes, held, gpu, count)
+    except (OSError, ValueError) as error:
+        fix = "Correct it, and plan again"
+        raise ConfigError("job", [Mistake("rollout.server.arguments", str(error), fix)]) from None
+    beside = max((each["beside_trainer_bytes"] for each in devices if each["trainer"]), default=0)
+    room, tokens = usable_bytes(gpu, beside), longest_pass(job)
+    fits = _tokens_that_fit(job, model, rank, room) if room > 0 else 0
+    return {
+        "gpu": {
             "name": gpu.name,
             "memory_bytes": gpu.memory_bytes,
-            "usable_bytes": usable_bytes(gpu),
+            "usable_bytes": room,
             "tokens_that_fit": fits,
             "fits": tokens <= fits,
-        }
-    return found
+        },
+        "devices": devices,
+    }, mistakes
 
 
-def _gpu(name: str | None, job: JobConfig) -> Gpu | None:
+def _gpu(name: str | None, job: JobConfig) -> tuple[Gpu | None, int | None]:
     """Return the GPU that the user named, or otherwise the GPU that is visible to the trainer, if there is
-    one."""
+    one. Also return the number of GPUs, if it is known."""
     if name is not None:
-        if found := gpu_named(name):
-            return found
+        number, model = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?(.*)", name).groups()  # type: ignore[union-attr]
+        if found := gpu_named(model):
+            count = int(number) if number else None
+            if count is not None and (mistakes := [*device_mistakes(job, count)]):
+                raise ConfigError("the command line", mistakes)
+            return found, count
         fix = f"Known are {', '.join(gpu.name for gpu in GPUS)}"
         raise ConfigError("the command line", [Mistake("--gpu", f"{name} is in no table", fix)])
     if not (shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists()):
-        return None
+        return None, None
     import torch
 
     if not torch.cuda.is_available():
-        return None
+        return None, None
+    visible = torch.cuda.device_count()
     index = int(job.trainer.device.partition(":")[2] or 0)
-    properties = torch.cuda.get_device_properties(min(index, torch.cuda.device_count() - 1))
-    return gpu_of_device(properties.name, properties.total_memory)
+    properties = torch.cuda.get_device_properties(min(index, visible - 1))
+    gpu = gpu_of_device(properties.name, properties.total_memory)
+    return gpu, None if [*device_mistakes(job, visible)] else visible
 
 
 def _show(found: Mapping[str, Any]) -> None:
@@ -263,33 +317,61 @@ def _show(found: Mapping[str, Any]) -> None:
     tokens, gpu = found["longest_pass_tokens"], found.get("gpu")
     what = "micro-batch" if tokens == found["micro_batch_tokens"] else "row"
     each[f"peak of a {what} of {tokens:,} tokens"] = _size(found["peak_bytes"])
+    if communication := found.get("communication"):
+        link = communication["link"]
+        speed = f"{LINKS[link] / 1e9:.0f} GB/s {link}"
+        each[f"exchanged in a pass, at {speed}"] = f"{communication['seconds_per_pass']:.2f} s"
     host = {name: _size(size) for name, size in found["host_bytes"].items()}
-    for title, sizes in (("each rank", each), ("the host", host)):
+    tables = [("each rank", [*each.items()]), ("the host of rank 0", [*host.items()])]
+    tables += [_device_table(device) for device in found.get("devices", ()) if device["engines"]]
+    for title, sizes in tables:
         table = Table(box=None, pad_edge=False, show_header=False)
         table.add_column(min_width=46)
         table.add_column(justify="right", min_width=11)
-        for name, size in sizes.items():
+        for name, size in sizes:
             table.add_row(f"  {name}", size)
         console.print(title, table, sep="\n")
     lines = ["No GPU is visible: name one with --gpu to see what fits."]
     if gpu is not None:
-        lines = [f"{gpu['name']}: {_size(gpu['usable_bytes'])} for tensors", *_what_fits(gpu, tokens, what)]
+        usable = f"{gpu['name']}: {_size(gpu['usable_bytes'])} for the trainer's tensors"
+        hopeless = any(each["field"] == "model" for each in found["mistakes"])
+        lines = [usable, *_what_fits(gpu, tokens, what, remedies=not hopeless)]
+    lines += [f"- {each['field']}: {each['problem']}. {each['fix']}." for each in found["mistakes"]]
     if layers := found["uncounted_layers"]:
         lines.append(f"Not counted is what these layers of a block keep: {', '.join(layers)}.")
         lines.append("A pass takes more than is said here, and fewer tokens fit.")
     console.print("\n".join(lines), markup=False)
 
 
-def _what_fits(gpu: Mapping[str, Any], tokens: int, what: str) -> Iterator[str]:
+def _device_table(device: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+    """Return the title and the lines of a GPU that engines use."""
+    numbers = device["gpus"]
+    title = f"GPU {numbers[0]}" if len(numbers) == 1 else f"GPUs {', '.join(map(str, numbers))}, each"
+    lines = []
+    if device["trainer"]:
+        lines.append(("trainer, from its first step on", _size(device["trainer_bytes"]["peak"])))
+    lines += [(f"reward model of {name}", _size(size)) for name, size in device["reward_models"].items()]
+    for engine in device["engines"]:
+        lines.append((engine["name"], _size(engine["total_bytes"])))
+        lines += [(f"  {part}", _size(size)) for part, size in engine["bytes"].items() if size]
+        at_once = f"{engine['longest_requests_at_once']} of {engine['slots']}"
+        lines.append(("  longest requests at once, of its slots", at_once))
+        lines.append(("  tokens of KV", f"{engine['kv_tokens']:,}"))
+        lines.append(("  tokens of KV after a restart, at worst", f"{engine['least_kv_tokens']:,}"))
+    return title, [*lines, ("remaining", _size(device["remaining_bytes"]))]
+
+
+def _what_fits(gpu: Mapping[str, Any], tokens: int, what: str, *, remedies: bool) -> Iterator[str]:
     fits: int = gpu["tokens_that_fit"]
     told = f"Micro-batches of up to {fits:,} tokens fit; the job's {what} of {tokens:,}"
     yield f"{told} does{' too' if gpu['fits'] else ' not'}." if fits else "The model does not fit."
-    if not gpu["fits"]:
+    if not gpu["fits"] and remedies:
         yield f"Change one of these and plan again: {', '.join(REMEDIES)}."
 
 
 def _size(n_bytes: int) -> str:
-    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB // 10 or not n_bytes else f"{n_bytes / MIB:.2f} MiB"
+    large = abs(n_bytes) >= GIB // 10 or not n_bytes
+    return f"{n_bytes / GIB:.2f} GiB" if large else f"{n_bytes / MIB:.2f} MiB"
 
 
 def _count(number: int) -> str:

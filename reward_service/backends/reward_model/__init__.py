@@ -81,6 +81,12 @@ class RewardModelReward(BackendReward):
         return START_LIMIT_S
 
     @classmethod
+    def on_gpu(cls, arguments: Mapping[str, Any]) -> tuple[str, Path, str, int]:
+        """Return the device, model, dtype and largest number of tokens of a batch."""
+        own = RewardModelArguments.model_validate(arguments)
+        return own.device, Path(own.model), own.dtype, max(own.max_tokens, own.max_batch_tokens)
+
+    @classmethod
     def check_files(cls, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
         """Yield the missing files of the model's folder. A model named by its hub name is not checked."""
         # Imported here, because that module imports the rewards itself.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from areal_async.config.engine_memory import local_memory
 from areal_async.config.engines import LOGPROB_BOUNDS, EnginePart
 from areal_async.config.job import JobConfig
 from areal_async.config.routes import replayed_mixture
@@ -14,6 +15,7 @@ class Local(EnginePart):
     logprob_bounds = LOGPROB_BOUNDS
     no_routes = ""
     no_group = "the engine is torch in the worker's own process, and reads the trainer's shared memory anyway"
+    memory = staticmethod(local_memory)
 
     def make(
         self, job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int

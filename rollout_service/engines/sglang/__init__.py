@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from areal_async.config.engine_memory import sglang_memory
 from areal_async.config.engines import LOGPROB_BOUNDS, EnginePart, flag_name, parallel_width
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import RolloutSection
@@ -40,6 +41,9 @@ class SGLang(EnginePart):
         ("pp-size", "pipeline-parallel-size", "pp"),
         ("dp-size", "data-parallel-size", "dp"),
     )
+    memory_flag = "mem-fraction-static"
+    kv_flag = "max-total-tokens"
+    memory = staticmethod(sglang_memory)
 
     def width(self, rollout: RolloutSection) -> int:
         arguments = rollout.server.arguments

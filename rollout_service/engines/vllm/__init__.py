@@ -8,6 +8,7 @@ from tempfile import gettempdir
 from typing import Any, ClassVar
 from uuid import uuid4
 
+from areal_async.config.engine_memory import vllm_memory
 from areal_async.config.engines import LOGPROB_BOUNDS, EnginePart
 from areal_async.config.job import JobConfig
 from areal_async.service.context import ServiceContext
@@ -35,6 +36,9 @@ class Vllm(EnginePart):
         ("pipeline-parallel-size", "pp"),
         ("data-parallel-size", "dp"),
     )
+    memory_flag = "gpu-memory-utilization"
+    kv_flag = "kv-cache-memory-bytes"
+    memory = staticmethod(vllm_memory)
 
     def make(
         self, job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int

@@ -164,7 +164,7 @@ def test_what_nccl_sends_is_a_copy_on_the_trainers_gpu(tmp_path):
     assert "copy of the weights that nccl sends" not in found["shm"]["bytes_per_rank"]
 
 
-SNAPSHOTS, COPIES = "published snapshots (shared memory)", "copy for checkpoints, all ranks"
+SNAPSHOTS, COPIES = "published snapshots (shared memory)", "copy for checkpoints, ranks of the host"
 ADAPTER = 2 * 2 * 8 * (64 + HIDDEN)  # bytes in bf16, of two layers
 LORA = {"dtype": "bfloat16", "lora": {"rank": 8, "targets": ["q_proj"]}}
 PARALLEL = {"ranks": 4, "parallel": {"data": 2}, "backend_args": {"offload_optimizer": True}}
@@ -189,7 +189,7 @@ PARALLEL = {"ranks": 4, "parallel": {"data": 2}, "backend_args": {"offload_optim
             {"tasks": {"train": "t.jsonl", "evaluation": "t.jsonl"}, "trainer": PARALLEL},
             lambda size: {
                 COPIES: 2 * 3 * 2 * size,  # the second copy of the model writes none
-                "offloaded AdamW moments, all ranks": 4 * 4 * size,
+                "offloaded AdamW moments, ranks of the host": 4 * 4 * size,
                 SNAPSHOTS: 2 * 4 * size,
                 "those that evaluations hold, at most": 2 * 4 * size,
             },

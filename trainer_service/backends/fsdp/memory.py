@@ -291,6 +291,9 @@ class RankMemory:
     """Gradients within a block during its backward pass, and its recomputed activations."""
     moments: tuple[Moment, ...]
     """Candidates for the worst moment of a step."""
+    exchanged: int = 0
+    """Bytes that the rank receives in a pass: each parameter is gathered forward and backward, and its
+    gradient is reduced in fp32."""
     sequence: int = 1
     """Number of ranks that share each micro-batch. Figures per token are for the tokens of one rank."""
 
@@ -342,6 +345,7 @@ def rank_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
         + _outside(model, c),
         passing_per_token=max(passing_per_token(each, model.hidden, options) for each in model.blocks),
         moments=tuple(_moments(model, options)),
+        exchanged=round((1 - 1 / options.shards) * (2 * c * model.size + shard * options.shards)),
         sequence=options.grid.sequence,
     )
 
@@ -370,11 +374,12 @@ def _frozen_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
             Moment(working, passing),
             Moment(working, hidden, hidden, model.vocabulary, wide_bytes(c)),
         ),
+        exchanged=round((1 - 1 / options.shards) * c * model.size),
         sequence=options.grid.sequence,
     )
 
 
-SUMMED = ("parameters", "gradients", "saved", "optimizer", "host_optimizer")
+SUMMED = ("parameters", "gradients", "saved", "optimizer", "host_optimizer", "exchanged")
 LARGEST = ("working", "unreduced", "head", "activations_per_token", "passing_per_token", "sequence")
 
 
