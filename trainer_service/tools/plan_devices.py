@@ -114,7 +114,7 @@ def served_by(part: EnginePart, rollout: RolloutSection, model: ModelShape, slot
     attention (MLA) keeps one vector per token and layer, which all tensor ranks have."""
     flags = server_flags(rollout)
     tensor, ranks = (parallel_width(flags, part.parallel_flags[:n]) for n in (1, 2))
-    c = 4 if rollout.dtype == "float32" else 2
+    c = 4 if rollout.resolved_dtype == "float32" else 2
     kv_bytes = 1 if "fp8" in str(flags.get("kv-cache-dtype")) else c
     kv = wide = 0
     for block in model.blocks:
