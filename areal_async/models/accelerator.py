@@ -73,8 +73,9 @@ def exact_products() -> Iterator[None]:
 def with_exact_rotations(model: nn.Module) -> None:
     """Make the rotary embeddings of a transformers model compute their angles in fp32.
 
-    An angle is a product of a frequency and a position. TF32 has 11 significant bits, so it rounds positions
-    above 2,048."""
+    An angle is a frequency times a position. Early releases of transformers 5, and some models of later ones,
+    compute angles as a product of matrices. TF32 has 11 significant bits, so it rounds positions above
+    2,048."""
     for module in model.modules():
         if "RotaryEmbedding" in type(module).__name__:
             module.forward = _exact(module.forward)
