@@ -239,7 +239,7 @@ def server(job: JobConfig, section: str, free: float) -> dict[str, float]:
     evaluated = section == "evaluation"
     own = job.evaluation.server.arguments if evaluated else None
     flags = dict(own or rollout.server.arguments)
-    gpus = int(flags.get("tp-size", flags.get("tensor-parallel-size", 1)))
+    gpus = int(str(flags.get("tp-size", flags.get("tensor-parallel-size", 1))))
     slots = job.evaluation.max_concurrent if evaluated else rollout.max_concurrent
     model = Model(config_in(job.model))
     divided = {name for name, shape in model.block.items() if len(shape) > 1}

@@ -19,9 +19,9 @@ Both servers read the free memory twice. Memory that another process takes in be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 GIB, MIB = 1 << 30, 1 << 20
 CONTEXT_BYTES = GIB
@@ -90,9 +90,11 @@ class EngineMemory:
         return self.graphs + self.context
 
 
-MemoryRule = Callable[[Served, int, int, int], EngineMemory]
-"""Function of the model, of the bytes of a GPU, of the bytes that are free before the engine's process
-starts, and of the bytes that other processes take while it loads."""
+class MemoryRule(Protocol):
+    def __call__(self, served: Served, gpu: int, free: int, grown: int) -> EngineMemory:
+        """Return the memory of an engine on a GPU of `gpu` bytes, `free` of which are free before its process
+        starts. Other processes take `grown` bytes while it loads."""
+        ...
 
 
 def local_memory(served: Served, gpu: int, free: int, grown: int) -> EngineMemory:

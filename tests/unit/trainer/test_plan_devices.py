@@ -99,6 +99,15 @@ def test_a_server_that_starts_again_beside_the_trainers_peak_is_refused_with_wha
         assert engine["longest_requests_at_once"] == 40_000 // 2048
 
 
+def test_after_a_restart_a_server_has_its_share_of_what_the_trainer_leaves(make):
+    """The trainer has gradients and moments then, and its allocator keeps its peak."""
+    (device,) = planned(make(rollout=SGLANG | SHARES))["devices"]
+    (rollout,) = device["engines"]
+    left = H100 - device["trainer_bytes"]["peak"]
+    kv = int(0.3 * (left - GIB)) - 2 * SIZE
+    assert rollout["least_kv_tokens"] == kv // TOKEN < rollout["kv_tokens"]
+
+
 def test_the_share_that_a_plan_advises_is_one_with_which_the_server_starts(make):
     low = {"server": {"arguments": {"mem-fraction-static": 0.03}}}
     (mistake,) = planned(make(rollout=SGLANG | low))["mistakes"]
