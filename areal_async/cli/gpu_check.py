@@ -29,6 +29,7 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
+from areal_async.base.events import FOLDER
 from areal_async.base.mistakes import Mistake
 from areal_async.base.own_files import write_whole
 from areal_async.config.engines import LOGPROB_BOUNDS, EngineMissing, find_engine_python
@@ -51,6 +52,7 @@ LEAST_S = 45.0
 ENDING_S = 5.0
 """Seconds in which a part that is told to end must have ended."""
 LOG_LINES = 12
+GIB = 1 << 30
 PROMPTS = 64
 MEMORY: Mapping[str, Mapping[str, float]] = {
     "local": {},
@@ -147,6 +149,7 @@ BOUNDS = (
     *(Bound(name, "steps", "at least", 4, LOOK) for name in ("local", "sglang", "vllm", "ranks", "nccl")),
     *(Bound(name, "checks_passed", "at least", 2, SERVED) for name in ("local", "sglang", "vllm", "nccl")),
     *(Bound(name, "turns", "at least", 1, LOOK) for name in ("local", "sglang", "vllm")),
+    *(Bound(name, "released_share", "at least", 0.7, LOOK) for name in ("local", "sglang", "vllm")),
     *(Bound(f"decode-{name}", "share_of_bandwidth", "at least", 0.5, LOOK) for name in ("sglang", "vllm")),
 )
 
@@ -270,7 +273,7 @@ class GpuCheck:
         job_file = self._write_job(name)
         command = ["areal_async", "run", str(job_file), "--plain", "--overwrite"]
         run_part(command, self.folder / f"{name}.log", until_s)
-        return figures_of_run(self.folder / "runs" / f"gpu-check-{name}" / "metrics.jsonl")
+        return figures_of_run(self.folder / "runs" / f"gpu-check-{name}")
 
     def _write_job(self, name: str) -> Path:
         """Write the job of a part, its tasks and its reward."""
@@ -317,7 +320,7 @@ def job_of(name: str, check: GpuCheck) -> dict[str, Any]:
             "optimizer": {"lr": 1.0e-5},
             "objective": {"preset": "grpo"},
         },
-        "observe": {"metrics_port": 0},
+        "observe": {"metrics_port": 0, "event_log": True},
     }
     if name in ("ranks", "nccl"):
         content["rollout"]["device"] = "cuda:1"
@@ -328,20 +331,28 @@ def job_of(name: str, check: GpuCheck) -> dict[str, Any]:
     return content
 
 
-def figures_of_run(path: Path) -> dict[str, Any]:
-    """Return figures of the records of a run."""
-    records = [json.loads(line) for line in path.read_bytes().splitlines()]
+def figures_of_run(run: Path) -> dict[str, Any]:
+    """Return figures of a run's records and events."""
+    records = _lines(run / "metrics.jsonl")
     steps = [record for record in records if record["kind"] == "step"]
     checks = [record for record in records if record["kind"] == "self_check"]
-    turns = sum(record["kind"] == "turn" for record in records)
-    gaps = {f"check_{number}_mean_nats": each["mean"] for number, each in enumerate(checks)}
-    return {
+    events = [event for path in sorted((run / FOLDER).glob("*.jsonl")) for event in _lines(path)]
+    turns = [event for event in events if event["event"] == "engine_turn"]
+    found: dict[str, Any] = {
         "steps": len(steps),
         "step_s": max((record["step_s"] for record in steps), default=None),
         "checks_passed": sum(bool(record["passed"]) for record in checks),
-        "turns": turns or None,
-        **gaps,
+        "turns": len(turns) or None,
     }
+    if turns and (awake := turns[-1]["awake_bytes"]):
+        found |= {"awake_gib": awake / GIB, "released_share": 1 - turns[-1]["asleep_bytes"] / awake}
+        found["switches_s"] = turns[-1]["switches_s"]
+    return found | {f"check_{number}_mean_nats": each["mean"] for number, each in enumerate(checks)}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 class PartFailed(Exception):
