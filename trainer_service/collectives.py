@@ -119,7 +119,8 @@ def watched(ranks: Ranks) -> Iterator[None]:
         yield
         return
     ended = threading.Event()
-    watch = CollectiveWatch(ranks, ranks.store.clone())  # the main thread may wait in its own connection
+    own: dist.Store = ranks.store.clone()  # type: ignore[attr-defined] # others may wait in the first one
+    watch = CollectiveWatch(ranks, own)
 
     def run() -> None:
         while not ended.wait(ranks.timeout_s / LOOKS):
