@@ -38,7 +38,7 @@ DUMPS: tuple[Dump, ...] = tuple(
 log = get_logger("trainer")
 
 
-class Operation(msgspec.Struct, frozen=True):
+class Collective(msgspec.Struct, frozen=True):
     """A record of the flight recorder."""
 
     record_id: int
@@ -56,12 +56,12 @@ class Operation(msgspec.Struct, frozen=True):
 
 
 class _Records(msgspec.Struct):
-    entries: list[Operation] = []
+    entries: list[Collective] = []
 
 
-def unfinished(dumps: Sequence[Dump]) -> Operation | None:
+def unfinished(dumps: Sequence[Dump]) -> Collective | None:
     """Return the oldest operation that waits. In each group only the last operation of a backend can wait."""
-    waiting: list[Operation] = []
+    waiting: list[Collective] = []
     for dump in dumps:
         entries = msgspec.json.decode(dump(), type=_Records).entries
         entries.sort(key=lambda entry: entry.record_id)
@@ -119,7 +119,8 @@ def watched(ranks: Ranks) -> Iterator[None]:
         yield
         return
     ended = threading.Event()
-    watch = CollectiveWatch(ranks, ranks.store.clone())  # the main thread may wait in its own connection
+    own: dist.Store = ranks.store.clone()  # type: ignore[attr-defined] # others may wait in the first one
+    watch = CollectiveWatch(ranks, own)
 
     def run() -> None:
         while not ended.wait(ranks.timeout_s / LOOKS):

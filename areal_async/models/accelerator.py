@@ -44,7 +44,7 @@ def begin_on(device: str, **chosen: str) -> dict[str, str]:
     allocator = next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), SEGMENTS)
     if ROUNDING not in allocator:
         allocator += f",{ROUNDING}:{EXACT_PINNED_MB}"
-    torch._C._accelerator_setAllocatorSettings(allocator)  # type: ignore[attr-defined]
+    torch._C._accelerator_setAllocatorSettings(allocator)
     cpus = cpus_near(names_of([torch.device(device).index or 0], os.environ))
     bind_thread(cpus)
     settings = {

@@ -520,7 +520,7 @@ class RayLauncher:
             told_at_s = waited_s + TELL_S
             log.warning("waiting for room on the cluster", group=group.name, needs=needs)
             self._tell(f"{WAITS}, for its {group.name}: {wants}")
-        order = range(len(needs))
+        order = [*range(len(needs))]
         if group.name == "trainer":  # all ranks need the same, so each may have any bundle
             nodes = placement_group_table(made)["bundles_to_node_id"]
             order = by_node([nodes[index] for index in order])

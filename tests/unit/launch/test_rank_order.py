@@ -1,7 +1,10 @@
 """Ranks that follow each other are on one host, whatever order Ray gives the places of a group in."""
 
 import itertools
+import os
 import random
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +15,7 @@ from areal_async.launch.ray import launcher
 from areal_async.launch.ray.launcher import RayLauncher
 from areal_async.launch.ray.placement import by_node, together
 from tests.unit.launch.launching import changed
+from tests.waiting import LIMIT_S
 
 
 @pytest.mark.parametrize("sizes", [(8, 8), (4, 4, 4, 4), (3, 4, 1), (1,), (1, 1, 1)])
@@ -64,3 +68,34 @@ def test_processes_on_other_hosts_get_the_users_gpu_variables_but_not_its_gpus(j
             "CUDA_VISIBLE_DEVICES": None,
             "UNKNOWN": None,
         }
+
+
+CLUSTER = """
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group, placement_group_table
+from areal_async.launch.ray.placement import by_node
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+for host in "ab":
+    cluster.add_node(num_cpus=2, labels={"host": host})
+ray.init(address=cluster.address, log_to_driver=False)
+wanted = [{"host": host} for host in "abab"]
+made = placement_group([{"CPU": 1}] * 4, strategy="PACK", bundle_label_selector=wanted)
+assert made.wait(60)
+nodes = placement_group_table(made)["bundles_to_node_id"]
+print(by_node([nodes[index] for index in range(4)]), len({*nodes.values()}))
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_ray_tells_the_node_of_each_bundle():
+    """A cluster of pretended nodes whose bundles lie apart from each other."""
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", CLUSTER], env=environment, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "[0, 2, 1, 3] 2"
