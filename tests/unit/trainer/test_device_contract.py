@@ -1,7 +1,7 @@
 """Every training runs on a device: tensors of two devices never meet, and the host hardly waits.
 
-The device is made from host memory (`tests/accelerator/device.py`), so this runs without a GPU. A case runs on
-it and on the CPU, with the real back end and the real loops.
+The device is made from host memory (`tests/accelerator/device.py`), so this runs without a GPU. A case runs
+on it and on the CPU, with the real back end and the real loops.
 """
 
 import pytest
