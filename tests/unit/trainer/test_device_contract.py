@@ -80,6 +80,15 @@ def test_more_micro_batches_are_no_more_waits(ran, name):
     assert sum(cut.syncs.values()) == sum(whole.syncs.values()), said(cut.syncs)
 
 
+def test_two_models_that_are_trained_together_wait_once_for_each_norm(ran):
+    found = ran("critic-model", "cuda:0")
+    assert found.updates == 2
+    of_model = [
+        n for each, n in found.syncs.items() if each.place.startswith("trainer_service/backends/fsdp/")
+    ]
+    assert sum(of_model) == 2 * found.updates  # of the gradients and of the new weights
+
+
 def said(syncs):
     return "\n".join(f"{n} {each}" for each, n in syncs.items())
 
