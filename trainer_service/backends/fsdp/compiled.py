@@ -25,6 +25,8 @@ log = get_logger("trainer")
 
 Compile = Literal["auto", "on", "off"]
 COMPILER = "inductor"
+REASON = 200
+"""Largest number of characters of the compiler's error in a message."""
 KINDS = 64
 """Largest number of compilations of a function. One is needed for each kind of block and of pass."""
 
@@ -58,13 +60,12 @@ def compile_blocks(name: str, model: Any, how: Compile, ranks: Ranks, try_passes
         return
     for block, forward in eager:
         block.forward = forward
-    kind, reason = type(model).__name__, "another rank cannot compile them"
+    family, reason = model.config.get_text_config().model_type, "another rank cannot compile them"
     if error is not None:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:REASON]}"
     if how == "on":
         raise ModelError(
-            f"trainer.backend_args.compile: the blocks of the model {name!r}, a {kind}, cannot be compiled "
+            f"trainer.backend_args.compile: the blocks of the model {name!r}, a {family}, cannot be compiled "
             f"({reason}). Set it to auto or off."
         ) from error
-    log.warning("blocks cannot be compiled and run eagerly", model=name, kind=kind, reason=reason)
+    log.warning("blocks cannot be compiled and run eagerly", model=name, family=family, reason=reason)
