@@ -10,6 +10,7 @@ fp32 and fp64 are allowed, for comparisons. Nothing here imports the product.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+calls: Counter[str] = Counter()
+"""Number of calls of each kernel since the last `installed()`."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -43,6 +46,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the results of `aten::_flash_attention_forward` for packed sequences: output [T_q, H, D],
     log-sum-exp f32 [H, T_q], random state, nothing, and no debug mask."""
+    calls["forward"] += 1
     if dropout_p or any(each is not None for each in (seqused_k, alibi_slopes, block_table)):
         raise ValueError("this emulation has no dropout, no paged keys and no slopes")
     sequences = _sequences(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
@@ -87,6 +91,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, as `aten::_flash_attention_backward` does. With GQA, the
     gradients of a key are rounded for each query head, and then summed in fp32."""
+    calls["backward"] += 1
     sequences = _sequences(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
     left, right = _window(is_causal, window_size_left, window_size_right)
     wide, narrow = _wide(query.dtype), query.dtype
@@ -112,6 +117,7 @@ def backward(
 @contextmanager
 def installed(device: str = "CPU") -> Iterator[None]:
     """Register both kernels for a dispatch key."""
+    calls.clear()
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, device)
     library.impl("_flash_attention_backward", backward, device)

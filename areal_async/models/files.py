@@ -117,14 +117,15 @@ OFF = frozenset({"use_cache", "output_attentions", "output_router_logits"})
 def unknown_arguments(arguments: Mapping[str, Any]) -> str:
     """Return the names of the `arguments` that our attention function does not know and must not ignore, or
     ""."""
-    return ", ".join(
+    unknown = [
         name
-        for name, value in sorted(arguments.items())
+        for name, value in arguments.items()
         if value is not None
         and name not in ALWAYS_KNOWN
         and not (name in OFF and value is False)
         and not (name == "is_causal" and value is True)
-    )
+    ]
+    return ", ".join(sorted(unknown))
 
 
 def looks_beyond_tokens(config: Mapping[str, Any]) -> str:

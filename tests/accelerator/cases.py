@@ -34,6 +34,8 @@ from trainer_service.ranks import join_ranks
 STEPS = 2
 """Steps of a case. What is counted is counted in the last one, which also has the moments of the first."""
 RECOMPUTE = {"recompute-full": "full", "recompute-selective": "selective"}
+EAGER = {"compile": "off"}
+"""A compiler would make code for a device that does not exist."""
 CRITIC = {"optimizer": {"lr": 1e-2}}
 
 
@@ -130,6 +132,7 @@ def run(name: str, model: Path, other: Path, out: Path, *, device: str, budget: 
 
 def job_of(name: str, model: Path, other: Path, out: Path, budget: int) -> JobConfig:
     trainer = json.loads(json.dumps(RL[name]).replace("OTHER", str(other)))
+    trainer["backend_args"] = EAGER | trainer.get("backend_args", {})
     sums = [{"prompt": "1+1=", "data_source": "t", "reward_model": {"style": "rule", "ground_truth": "2"}}]
     content = {
         "job": "job",
@@ -216,6 +219,7 @@ def _from_files(name: str, model: Path, _: Path, out: Path, device: str, budget:
         "trainer": {
             "steps": 4,
             "dtype": "bfloat16" if name.startswith("bfloat16") else "float32",
+            "backend_args": EAGER,
             "micro_batch_tokens": budget,
             "optimizer": {"lr": 1e-3, "eps": 1e-3},
         },

@@ -434,12 +434,15 @@ TORCH_CUDA: dict[str, Any] = {
 def _register() -> None:
     """Register the device that torch reserves for others (`privateuseone`), which autograd needs to know.
     This holds for the rest of the process."""
-    module = type("Module", (), {"_is_in_bad_fork": staticmethod(lambda: False)})
-    for name in ("manual_seed_all", "set_rng_state"):
-        setattr(module, name, staticmethod(lambda *_: None))
-    module.device_count = staticmethod(lambda: 1)
-    module.is_available = staticmethod(lambda: True)
-    module.current_device = staticmethod(lambda: 0)
+    functions = {
+        "_is_in_bad_fork": lambda: False,
+        "manual_seed_all": lambda *_: None,
+        "device_count": lambda: 1,
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+    }
+    module = type("Module", (), {name: staticmethod(each) for name, each in functions.items()})
     backend_registration._setup_privateuseone_for_python_backend(NAME, module())
 
 

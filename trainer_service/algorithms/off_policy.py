@@ -41,8 +41,8 @@ class StepStatistics:
         self._names = tuple(figures)
         rows = len(SUMS) + len(self._names) + 2
         self.table = torch.zeros(rows, max_staleness + 1, dtype=torch.float64, device=device)
-        """Sums, the largest w and the largest -w by staleness. The caller may replace the table by one that is
-        equal and on another device."""
+        """Sums, the largest w and the largest -w by staleness. The caller may replace the table by an equal
+        one on another device."""
         self.table[-2:] = -torch.inf
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ distribution over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -227,6 +227,13 @@ class UnitTable:
 
     def with_columns(self, **columns: Tensor) -> UnitTable:
         return replace(self, columns={**self.columns, **columns})
+
+    def parts(self, sizes: Sequence[int]) -> Iterator[UnitTable]:
+        """Yield the units of consecutive micro-batches of these sizes."""
+        start = 0
+        for size in sizes:
+            yield self.part(start, start + size)
+            start += size
 
     def part(self, start: int, end: int) -> UnitTable:
         """Return the units of one micro-batch."""

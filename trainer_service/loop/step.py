@@ -39,7 +39,6 @@ from trainer_service.backends.base import (
 )
 from trainer_service.data.flops import RowCost
 from trainer_service.data.microbatch import (
-    MicroBatch,
     Share,
     build_micro_batch,
     deal_episodes,
@@ -56,6 +55,7 @@ from trainer_service.errors import (
     NothingToLearn,
     StalenessViolation,
 )
+from trainer_service.loop.minibatches import Minibatch, minibatches_of
 from trainer_service.ranks import Ranks
 from trainer_service.transfer import on_device
 
@@ -231,18 +231,6 @@ class StepInputs:
     appended to the error message."""
 
 
-@dataclass(frozen=True)
-class Minibatch:
-    """This rank's part of one optimizer update."""
-
-    batches: list[MicroBatch]
-    units: list[UnitTable]
-    """Unit table of each micro-batch; empty on a rank that does not own the columns."""
-    totals: Totals
-    splits_episodes: bool
-    """Whether units of an episode are in several micro-batches of the update, on any rank."""
-
-
 def train_step(
     backend: TrainingBackend, objective: Objective, ranks: Ranks, inputs: StepInputs
 ) -> StepResult:
@@ -271,7 +259,10 @@ class _Step:
         self._owned = self._batches if owns else []
         self._rows = [row for chosen in passes for rows in chosen for row in rows] if owns else []
         self._units = objective.fill(self._with_computed(self._table()), inputs.step)
-        self._minibatches, self._is_finite, self._has_advantage = self._looked_at()
+        tables = self._units.parts([batch.n_units for batch in self._owned])
+        self._minibatches, self._is_finite, self._has_advantage = minibatches_of(
+            self._packed, tables, ranks, len(inputs.names)
+        )
         self._losses, self._norms = [math.nan] * len(self._packed), [0.0] * len(self._packed)
         self._critic_norms: list[float] = []
         self._skipped: list[str] = []
@@ -394,38 +385,6 @@ class _Step:
                 )
         made = objective.own("advantage") or "what makes an advantage of it"
         raise NotFinite(f"{said}Bound what the reward returns, or mend {made}.")
-
-    def _looked_at(self) -> tuple[list[Minibatch], bool, bool]:
-        """Return the minibatches, whether every advantage is finite, and whether one is not 0.
-
-        All numbers on which the host decides are read from the device at once."""
-        units, k = self._units, len(self._packed)
-        counts = torch.zeros(2, k, len(self._inputs.names), dtype=torch.int64, device=self._ranks.device)
-        """Numbers of units and of micro-batches of each episode, by minibatch."""
-        sums = torch.zeros(k + 2, dtype=torch.float64, device=self._ranks.device)
-        tables: list[list[UnitTable]] = []
-        start = 0
-        for number, batches in enumerate(self._packed):
-            tables.append([])
-            for batch in batches if self._owned else ():
-                part = self._units.part(start, start + batch.n_units)
-                start += batch.n_units
-                tables[-1].append(part)
-                counts[0, number].index_add_(0, part.episode, part.mask.long())
-                counts[1, number].add_(self._per_episode(torch.int64).index_fill_(0, part.episode, 1))
-                sums[number].add_((part.mask.double() / part["row_units"]).sum())
-        sums[k] = (units.mask & ~units.advantage.isfinite()).sum()
-        sums[k + 1] = (units.mask & (units.advantage != 0)).sum()
-        self._ranks.sum(counts)
-        self._ranks.sum(sums)
-        figures = Totals.figures(counts[0], sums[:k])
-        most = counts[1].amax(1).double()
-        *read, faulty, some = torch.cat([figures.flatten(), most, sums[k:]]).tolist()
-        minibatches = [
-            Minibatch(batches, parts, Totals.of(counts[0, n], read[3 * n : 3 * n + 3]), read[3 * k + n] > 1)
-            for n, (batches, parts) in enumerate(zip(self._packed, tables, strict=True))
-        ]
-        return minibatches, not faulty, bool(some)
 
     @contextmanager
     def _left_out(self, number: int) -> Iterator[None]:

@@ -6,7 +6,9 @@ import torch
 
 from areal_async.weights.pieces import whole_tensors
 from tests.unit.trainer import rank_process
+from tests.unit.trainer.conftest import plain_row
 from tests.unit.trainer.rank_process import train_batch
+from trainer_service.data.microbatch import build_micro_batch
 
 KL = {"kl": {"coefficient": 0.5}}
 
@@ -97,3 +99,15 @@ def test_the_adaptive_coefficient_and_a_reference_that_moved_come_back(model_dir
     assert (result.losses, result.statistics) == (expected[0].losses, expected[0].statistics)
     assert same(weights(again), expected[1])
     assert same(weights(again, "ref"), expected[2])
+
+
+def test_the_norm_of_gradients_that_were_discarded_is_forgotten(model_dir, tmp_path):
+    """It is known before the update if several models are checked before any of them changes."""
+    backend, _ = learner(model_dir, tmp_path)
+    batch = build_micro_batch([plain_row([3, 4, 5, 6], [2, 3])])
+    norms = []
+    for factor in (1.0, 3.0):
+        backend.train("policy", [batch], lambda _, columns, factor=factor: factor * columns["logp"].sum())
+        norms.append(backend.gradient_norm())
+        backend.discard()
+    assert norms[1] == pytest.approx(3 * norms[0], rel=1e-5)

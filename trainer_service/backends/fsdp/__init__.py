@@ -30,6 +30,11 @@ class Fsdp:
         """Keep AdamW's moments, 8 bytes per parameter, in host memory. Every update copies them to the device
         and back."""
 
+        compile: Literal["auto", "on", "off"] = "auto"
+        """Compile each block of the model with `torch.compile`, which fuses its small operators. `auto`
+        compiles on CUDA in half precision. If a model cannot be compiled, `auto` logs a warning and runs it
+        uncompiled, and `on` is an error. Compilation takes up to some minutes at the start."""
+
     memory_of = staticmethod(rank_memory)
     """Function that returns the bytes that each rank needs for one model."""
 

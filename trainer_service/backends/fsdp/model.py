@@ -24,14 +24,16 @@ from areal_async.models.files import looks_beyond_tokens
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse
 from trainer_service.backends.common import ChangingModel
 from trainer_service.backends.fsdp.attention import takes_ragged
-from trainer_service.backends.fsdp.forward import fitted, probe_packing, require_packable
+from trainer_service.backends.fsdp.compiled import Compile, compile_blocks
+from trainer_service.backends.fsdp.forward import fitted, packed_columns, probe_packing, require_packable
 from trainer_service.backends.fsdp.loading import load_sharded
 from trainer_service.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from trainer_service.backends.fsdp.recompute import recompute_blocks
 from trainer_service.backends.fsdp.routing import RouteReplay
 from trainer_service.backends.fsdp.sequence import SequenceRanks
 from trainer_service.backends.fsdp.shards import read_shard, write_shard
-from trainer_service.data.microbatch import MicroBatch
+from trainer_service.backends.probe import PROBED, probe_rows
+from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 from trainer_service.durable_files import FileEntry
 from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
@@ -49,6 +51,7 @@ class FsdpOptions:
     dtype: torch.dtype
     recompute: str = "none"
     offload_optimizer: bool = False
+    compile: Compile = "off"
     lora: LoraSection | None = None
     seed: int = 0
     """Seed of the adapters' initial values."""
@@ -102,6 +105,20 @@ class HeldModel(ChangingModel):
             recompute_blocks(self.module, options.recompute)
             self._adamw = ShardedAdamW(self.shards, use.optimizer, offload=options.offload_optimizer)
         self._replay: RouteReplay | None = None
+        compile_blocks(name, self.module, options.compile, ranks, self._try_passes)
+
+    def _try_passes(self) -> None:
+        """Run a pass of each kind over plain rows and over rows that share a prefix."""
+        rows = probe_rows(self.module.config)
+        for chosen in (rows[2:], rows):
+            batch = self.fitted(build_micro_batch(chosen, device=self._ranks.device))
+            for trains in (False, True) if self._adamw is not None else (False,):
+                self.module.train(trains)
+                with torch.set_grad_enabled(trains):
+                    columns = packed_columns(self.module, batch, PROBED[self.use.head], self.sequence)
+                    if trains:
+                        torch.stack([column.sum() for column in columns.values()]).sum().backward()
+        self.discard()
 
     def fitted(self, batch: MicroBatch) -> MicroBatch:
         return fitted(self.module, batch, self.sequence)

@@ -39,7 +39,7 @@ def recompute_blocks(model: nn.Module, how: str) -> None:
     parameters are available when it runs again. Raises `ModelError` if the model has no blocks."""
     if how == "none":
         return
-    blocks = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+    blocks = blocks_of(model)
     if not blocks:
         raise ModelError(
             f"{type(model).__name__} does not say what its blocks are: set recompute: none in "
@@ -49,8 +49,12 @@ def recompute_blocks(model: nn.Module, how: str) -> None:
         {"context_fn": partial(create_selective_checkpoint_contexts, _keep)} if how == "selective" else {}
     )
     for block in blocks:
-        assert isinstance(block, nn.Module)
         block.forward = _recomputed(block.forward, options)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a sharded model."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
 
 
 def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from areal_async.models.routers import routers_of
 from trainer_service.data.routes import RouterRule, replayed, rules_of
@@ -19,30 +19,36 @@ class RouteReplay:
 
     def __init__(self, model: Any) -> None:
         """Raises the errors of `rules_of`."""
-        rules, routers = rules_of(model), routers_of(model)
-        self._kind, self._layers = type(model).__name__, len(routers)
-        self._routes: Tensor | None = None
-        for layer, router in enumerate(routers):
-            router.register_forward_hook(partial(self._replay, layer, rules[type(router)]))
+        rules, self._routers = rules_of(model), routers_of(model)
+        self._kind = type(model).__name__
+        self._use(None)
+        for router in self._routers:
+            router.register_forward_hook(partial(_replay, rules[type(router)]))
 
     @contextmanager
     def using(self, routes: Tensor | None) -> Iterator[None]:
         """Replay `routes` [L, T, K] (`MicroBatch.routes`) in all passes of the block: forward, backward and
         recomputation."""
-        if routes is not None and len(routes) != self._layers:
+        if routes is not None and len(routes) != len(self._routers):
             raise ModelError(
-                f"the engine told routes of {len(routes)} layers, and {self._kind} has {self._layers} "
+                f"the engine told routes of {len(routes)} layers, and {self._kind} has {len(self._routers)} "
                 "routers: set rollout.routes to off."
             )
-        self._routes = routes
+        self._use(routes)
         try:
             yield
         finally:
-            self._routes = None
+            self._use(None)
 
-    def _replay(self, layer: int, rule: RouterRule, router: nn.Module, inputs: Any, said: Any) -> Any:
-        if self._routes is None:
-            return None
-        logits, weights, experts = said
-        new, experts = replayed(logits, experts, self._routes[layer], rule)
-        return logits, new.to(weights.dtype), experts
+    def _use(self, routes: Tensor | None) -> None:
+        for layer, router in enumerate(self._routers):
+            # On the router, so that the compiled code of all layers is the same.
+            router._replayed = None if routes is None else routes[layer]  # type: ignore[assignment]
+
+
+def _replay(rule: RouterRule, router: Any, inputs: Any, said: Any) -> Any:
+    if router._replayed is None:
+        return None
+    logits, weights, experts = said
+    new, experts = replayed(logits, experts, router._replayed, rule)
+    return logits, new.to(weights.dtype), experts

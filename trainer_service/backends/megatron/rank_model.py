@@ -106,8 +106,10 @@ class MegatronModel(ChangingModel):
     def _update(self, norm: float, rate: float) -> float:
         assert self._adamw is not None
         self._adamw.step(rate)
-        finite = all(bool(one.tensor.detach().isfinite().all()) for one in self.stages.parameters())
-        return 0.0 if self._ranks.largest(0 if finite else 1) == 0 else math.nan
+        # Read once, because the host waits for the device each time.
+        finite = [one.tensor.detach().isfinite().all() for one in self.stages.parameters()]
+        is_finite = not finite or bool(torch.stack(finite).all())
+        return 0.0 if self._ranks.largest(0 if is_finite else 1) == 0 else math.nan
 
     def discard(self) -> None:
         """See `TrainingBackend.discard`."""
