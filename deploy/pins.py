@@ -20,7 +20,9 @@ import tempfile
 import venv
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORM = ("CPython", "3.11", "Linux", "x86_64", "glibc")
@@ -102,10 +104,10 @@ def pinned(folder: Path) -> set[str]:
     return {f"{canonical(name)}=={version}" for name, version in pins}
 
 
-def report(python: Path, *arguments: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (`name==version`, file name, sha256) of each file that pip would download.
+def resolved(python: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Return pip's report on each file that it would download, with the metadata of its wheel.
 
-    Yield nothing if a package has no file for the platform that `arguments` name."""
+    Return nothing if a package has no file for the platform that `arguments` name."""
     with tempfile.NamedTemporaryFile() as file:
         command = [str(python), "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
         command += ["--use-feature", "fast-deps"]  # reads metadata alone, not whole wheels
@@ -113,14 +115,28 @@ def report(python: Path, *arguments: str) -> Iterator[tuple[str, str, str]]:
         done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             if "--platform" in arguments and "No matching distribution found" in done.stderr:
-                return
+                return []
             sys.exit(done.stderr)
         found = json.loads(Path(file.name).read_text())["install"]
-    for each in found:
+    return [each for each in found if "archive_info" in each["download_info"]]
+
+
+def report(python: Path, *arguments: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (`name==version`, file name, sha256) of each file that pip would download."""
+    for each in resolved(python, *arguments):
         source, what = each["download_info"], each["metadata"]
-        if "archive_info" in source:
-            hashed = source["archive_info"]["hashes"]["sha256"]
-            yield f"{canonical(what['name'])}=={what['version']}", source["url"].rpartition("/")[2], hashed
+        hashed = source["archive_info"]["hashes"]["sha256"]
+        yield f"{canonical(what['name'])}=={what['version']}", source["url"].rpartition("/")[2], hashed
+
+
+@contextmanager
+def newest_pip() -> Iterator[Path]:
+    """Yield the Python of a fresh environment with the newest pip."""
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, with_pip=True)
+        python = Path(folder, "bin", "python")
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "--upgrade", "pip"], check=True)
+        yield python
 
 
 def collect(python: Path, below: str) -> list[str]:
@@ -151,10 +167,7 @@ def collect(python: Path, below: str) -> list[str]:
 
 def write_hashes(folders: list[str]) -> None:
     """Write the `hashes.txt` of each folder. Exit with status 1 if its `constraints.txt` lacks a version."""
-    with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=True)
-        python = Path(folder, "bin", "python")
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--upgrade", "pip"], check=True)
+    with newest_pip() as python:
         for below in folders:
             lines = collect(python, below)
             (ROOT / below / "hashes.txt").write_text("".join(f"{line}\n" for line in lines))
