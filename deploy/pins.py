@@ -114,7 +114,8 @@ def resolved(python: Path, *arguments: str) -> list[dict[str, Any]]:
         command += ["--report", file.name, *arguments]
         done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode:
-            if "--platform" in arguments and "No matching distribution found" in done.stderr:
+            none = ("No matching distribution found", "ResolutionImpossible")
+            if "--platform" in arguments and any(text in done.stderr for text in none):
                 return []
             sys.exit(done.stderr)
         found = json.loads(Path(file.name).read_text())["install"]
