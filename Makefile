@@ -19,8 +19,8 @@ ENGINES := $(or $(AREAL_ASYNC_ENGINES),.engines)
 help:
 	@echo "make quickstart        set up, then train a tiny model through all services (a few minutes)"
 	@echo "make smollm2           set up, then train SmolLM2-135M-Instruct, a real model, on sums (some ten minutes)"
-	@echo "make install-gpu       set up with the CUDA build of torch; later targets keep it (SIZE_T download)"
-	@echo "make engines-gpu       make the CUDA environments of the SGLang and vLLM servers; ENGINE=sglang makes one"
+	@echo "make install-gpu       set up with the CUDA build of torch; later targets keep it (3.4 GB to download)"
+	@echo "make engines-gpu       make the CUDA environments of the SGLang (4.3 GB) and vLLM (4.0 GB) servers; ENGINE=sglang makes one"
 	@echo "make test              set up, then every test but the nightly ones and those of the SGLang and vLLM environments"
 	@echo "make test-quick        the tests that need no minute-long run (at most 3 minutes)"
 	@echo "make test-nightly      the tests that are worth their time once a night"
@@ -41,7 +41,7 @@ help:
 $(STAMP): pyproject.toml $(LOCK)constraints.txt $(LOCK)hashes.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 is needed: install it, or name it with PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/python || { echo "Making the virtual environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "Installing areal-async and its pinned requirements into $(VENV) ($(if $(CUDA),SIZE_V,about 1.5 GB), a minute or two)"
+	@echo "Installing areal-async and its pinned requirements into $(VENV) ($(if $(CUDA),3.4 GB to download,about 1.5 GB), a minute or two)"
 	@$(BIN)/python deploy/pins.py install $(if $(CUDA),cuda,dev)
 	@touch $@
 
