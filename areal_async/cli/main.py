@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -334,18 +335,22 @@ def _change(run: str, change: ScaleWorkers | DrainWorker, as_json: bool) -> None
 @app.command()
 def doctor(
     clean: Annotated[bool, Option("--clean", help="Delete what dead runs left behind.")] = False,
+    gpu: Annotated[bool, Option("--gpu", help="Check GPUs and builds against the version matrix.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check whether this machine is ready, and print a fix for each problem."""
     with readable_errors():
         from areal_async.cli.doctor import examine, remove_leftovers
+        from areal_async.cli.doctor_gpu import examine_gpu, matrix_table
         from areal_async.launch.one_host import volatile_roots
 
         removed = remove_leftovers(volatile_roots()) if clean else []
         console, findings = Console(soft_wrap=True, highlight=False), []
         for folder in () if as_json else removed:
             console.print(f"removed {folder}")
-        for finding in examine():
+        if gpu and not as_json:
+            console.print(matrix_table())
+        for finding in chain(examine(), examine_gpu() if gpu else ()):
             findings.append(finding)
             if not as_json:
                 color = {"ok": "green", "warn": "yellow", "fail": "bold red"}[finding.level]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "AREAL_ASYNC_ENGINES"  # Environment variable with a folder that has one environment per engine
 PROJECT_FOLDER = Path(__file__).resolve().parents[2]
-"""Root of a checkout. `make engines` creates its environments there."""
+"""Root of a checkout. `make engines-gpu` and `make engines` create their environments there."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,8 @@ def find_engine_python(
             return python
     raise EngineMissing(
         f"{named} names {' and '.join(map(str, places))}, which has no Python environment with {engine}. "
-        f"Make one with `make engines`, or set rollout.server.environment to one that has it."
+        f"Make one with `make engines-gpu` for a GPU, or `make engines` for a CPU, or set "
+        f"rollout.server.environment to one that has it."
     )
 
 

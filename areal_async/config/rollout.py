@@ -36,7 +36,7 @@ class ServerSection(Section):
     run's weight snapshots."""
     environment: Path | None = None
     """Virtual environment of the server. The default is `$AREAL_ASYNC_ENGINES/<engine>`, or the environment
-    of `make engines`."""
+    of `make engines-gpu` (on a CPU: `make engines`)."""
     arguments: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
     """Flags of the server without their leading dashes: `{mem-fraction-static: 0.8}`. true passes the flag
     without a value; false and null remove a default."""
@@ -78,8 +78,8 @@ class GatewaySection(Section):
 
 class RolloutSection(Section):
     engine: str = "local"
-    """`local` (torch), `sglang` or `vllm` (installed by `make engines`), an installed engine, or
-    `path.py:name`."""
+    """`local` (torch), `sglang` or `vllm` (installed by `make engines-gpu`, on a CPU by `make engines`), an
+    installed engine, or `path.py:name`."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the engine; built-in engines have none."""
     workers: int = Field(default=1, ge=1, le=1024)

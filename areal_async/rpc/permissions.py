@@ -42,6 +42,7 @@ CALLERS: Mapping[type, Roles] = {
     **dict.fromkeys((weights.WaitSnapshot, weights.AckSnapshot), GENERATORS),
     **dict.fromkeys((weights.FindSources, weights.GetChunk), GENERATORS),
     **dict.fromkeys((weights.AskTensors, weights.TakeBucket, weights.BreakGroup), ROLLOUT),
+    weights.AskBuild: ROLLOUT,
     # between a worker and its gateway
     **dict.fromkeys((gateway.OpenSession, gateway.ServeAgents, gateway.EndSession), GENERATORS),
     **dict.fromkeys((gateway.Sample, gateway.RecordCall, gateway.DropCall), GENERATORS),

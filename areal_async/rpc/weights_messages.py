@@ -106,6 +106,22 @@ class TensorBucket(Record, frozen=True):
     shapes: list[list[int]]
 
 
+class TorchBuild(Message, frozen=True):
+    """Build of torch in one environment, as far as all members of a process group must agree.
+
+    `torch`, `cuda` and `nccl` are the versions of torch, CUDA and NCCL. The last two are empty if the group
+    uses gloo.
+    """
+
+    torch: str
+    cuda: str
+    nccl: str
+
+
+class AskBuild(Request[TorchBuild], frozen=True):
+    """An engine that starts asks for the trainer's build of torch."""
+
+
 class SendsTensors(Message, frozen=True):
     """The trainer sends `buckets` in this order, as rank 0 of `group`.
 

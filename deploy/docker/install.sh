@@ -1,8 +1,8 @@
 #!/bin/sh
 # usage: install.sh ROLE SOURCE TARGET   makes the environment of an image: TARGET, from the checkout SOURCE.
 #
-# ROLE is light (CPU build of torch) or trainer (the CUDA build that the package index has). Versions are those of
-# constraints.txt; for light every file is checked against hashes.txt (deploy/pins.py). PYTHON names the interpreter.
+# ROLE is light (CPU build of torch) or trainer (CUDA build). Packages are those of constraints.txt or deploy/cuda,
+# each file checked against hashes.txt (deploy/pins.py). PYTHON names the interpreter.
 # WHEELS names a folder of wheels, and then no index is asked; otherwise pip's own settings say where packages are found.
 # SOURCE is built in a copy, so it may be read-only.
 set -eu
@@ -12,11 +12,12 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 case $role in
-light | trainer) ;;
+light) packages=light ;;
+trainer) packages=cuda-image ;;
 *) echo "install.sh: no role $role: it is light or trainer" >&2; exit 2 ;;
 esac
 mkdir -p "$work/source/deploy"
-cp "$source/deploy/pins.py" "$work/source/deploy"
+cp -R "$source/deploy/pins.py" "$source/deploy/cuda" "$work/source/deploy"
 for name in pyproject.toml constraints.txt hashes.txt README.md LICENSE areal_async replay_buffer reward_service rollout_service trainer_service; do
     cp -R "$source/$name" "$work/source/$name"
 done
@@ -26,14 +27,7 @@ if [ -n "${WHEELS:-}" ]; then
     export PIP_NO_INDEX=1 PIP_FIND_LINKS="$WHEELS"
 fi
 "$python" -m venv "$target"
-if [ "$role" = light ]; then
-    "$target/bin/python" "$work/source/deploy/pins.py" install light
-else
-    echo "Hashes of packages are not checked: hashes.txt has the CPU build of torch, and this role the CUDA build"
-    # The CPU build is named by its local version, which only an index of CPU builds has.
-    sed 's/^\(torch==[^+]*\)+cpu$/\1/' "$work/source/constraints.txt" > "$work/constraints.txt"
-    "$target/bin/pip" install --quiet --constraint "$work/constraints.txt" torch "$work/source[ray-nodes,s3,megatron]"
-fi
+"$target/bin/python" "$work/source/deploy/pins.py" install "$packages"
 
 # What is built is tried before it becomes a layer.
 cd /

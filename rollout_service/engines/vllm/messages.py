@@ -247,7 +247,7 @@ async def probe(client: ServerClient, *, max_model_len: int, tied: bool) -> str:
     if not release.startswith(RELEASES):
         raise EngineError(
             f"{client.name} is release {release}; known are {', '.join(r + 'x' for r in RELEASES)}. Install "
-            "one with `make engines`, or attach to a server of such a release"
+            "one with `make engines-gpu` (on a CPU: `make engines`), or attach to a server of such a release"
         )
     offered = (await client.get("/openapi.json", Schema)).paths
     for fix, paths in ENDPOINTS.items():

@@ -28,14 +28,16 @@ class Place:
 
     def __init__(self, root):
         self.root, self.venv = root, root / "made" / "toy"
-        (root / "toy").mkdir()
         shutil.copy(SCRIPT, root)
-        (root / "toy" / "setup.sh").write_text(SETUP)
-        (root / "toy" / "setup.sh").chmod(0o755)
-        (root / "toy" / "check.py").write_text(CHECK)
+        for engine in ("toy", "toy-cuda"):
+            (root / engine).mkdir()
+            (root / engine / "setup.sh").write_text(SETUP)
+            (root / engine / "setup.sh").chmod(0o755)
+            (root / engine / "check.py").write_text(CHECK)
+            (root / engine / "constraints.txt").write_text(f"{engine}==1\n")
 
-    def make(self):
-        words = [str(self.root / "make.sh"), str(self.root / "made"), "toy"]
+    def make(self, engine="toy"):
+        words = [str(self.root / "make.sh"), str(self.root / "made"), engine]
         return subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
     def was_made(self):
@@ -78,3 +80,14 @@ def test_a_folder_that_is_no_environment_is_not_touched(place):
     assert done.returncode == 1
     assert "is no virtual environment" in done.stderr
     assert (place.venv / "thesis.tex").exists()
+
+
+def test_a_cuda_build_lies_where_the_engine_is_looked_for_and_is_kept(place):
+    assert place.make().returncode == 0
+    assert f"Making the environment {place.venv} " in place.make("toy-cuda").stdout, "it replaces a CPU build"
+    assert place.make("toy-cuda").stdout == ""
+    done = place.make()
+    assert done.returncode == 1
+    assert "has the CUDA build" in done.stderr
+    assert "AREAL_ASYNC_ENGINES" in done.stderr
+    assert place.make("toy-cuda").stdout == "", "it is still whole"

@@ -14,6 +14,7 @@ from areal_async.base.errors import RpcTimeout
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.schema import Ok
 from areal_async.rpc.weights_messages import (
+    AskBuild,
     AskTensors,
     BreakGroup,
     NoNews,
@@ -21,11 +22,12 @@ from areal_async.rpc.weights_messages import (
     SendsTensors,
     TakeBucket,
     TensorBucket,
+    TorchBuild,
 )
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.http.adapter import Directory
 from rollout_service.engines.sglang.messages import ModelInfo
-from rollout_service.engines.sglang.weights import TensorReceiver, check_releases, release_of, torch_of
+from rollout_service.engines.sglang.weights import TensorReceiver, build_of, check_builds
 
 BUCKETS = [
     TensorBucket(["a", "b"], ["float32", "bfloat16"], [[2, 3], [4]]),
@@ -48,11 +50,17 @@ class ScriptedTrainer:
         """The step that it does not allow."""
         self.late = 0
         """Times that it says that the others are not there yet."""
+        self.build: TorchBuild | None = None
+        """Its torch; it does not answer while there is none."""
 
     async def connect(self, timeout_s: float = 0.0) -> object:
         return None
 
     async def call(self, message: Any, *, timeout_s: float) -> Any:
+        if isinstance(message, AskBuild):
+            if self.build is None:
+                raise RpcTimeout("nobody answers")
+            return self.build
         if isinstance(message, BreakGroup):
             self.broken.append(message.group)
             return Ok()
@@ -218,19 +226,63 @@ def test_servers_that_cannot_take_tensors_are_refused_at_the_start(size: str) ->
         asyncio.run(receiver.opened(ScriptedServer(**{size: 2}), None))  # type: ignore[arg-type]
 
 
-def test_torch_releases_must_be_alike() -> None:
-    check_releases("2.13.0+cpu", "2.13.0+cu130")
-    assert release_of("2.13.0+cpu") == "2.13.0"
-    with pytest.raises(EngineError, match=r"2\.13\.0\+cpu.*2\.9\.1.*install torch 2\.9\.1"):
-        check_releases("2.13.0+cpu", "2.9.1")
+GPU = TorchBuild("2.14.1+cu130", "13.0", "2.30.7")
+CPU = TorchBuild("2.13.0+cpu", "", "")
+"""Of a trainer whose group uses gloo; a server says what it has."""
 
 
-def test_the_torch_release_of_an_environment_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trainer", "server"),
+    [
+        (GPU, GPU),
+        (GPU, TorchBuild("2.14.0", "13.1", "2.30.7")),
+        (GPU, TorchBuild("2.13.0+cu130", "13.0", "2.30.7")),
+        (CPU, CPU),
+        (CPU, GPU),
+    ],
+)
+def test_builds_that_can_join_one_group_are_taken(trainer: TorchBuild, server: TorchBuild) -> None:
+    check_builds(trainer, server)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "server", "named"),
+    [
+        (GPU, TorchBuild("2.14.1+cu130", "13.0", "2.30.6"), r"NCCL 2\.30\.7 and 2\.30\.6:"),
+        (GPU, TorchBuild("2.14.1+cu129", "12.9", "2.30.7"), r"CUDA 13\.0 and 12\.9:"),
+        (GPU, TorchBuild("2.15.0+cu130", "13.0", "2.30.7"), r"torch 2\.14\.1\+cu130 and 2\.15\.0\+cu130:"),
+        (
+            GPU,
+            TorchBuild("2.14.1+cpu", "", ""),
+            r"NCCL 2\.30\.7 and none, CUDA 13\.0 and none: .*s-gpu",
+        ),
+        (CPU, TorchBuild("2.9.1+cpu", "", ""), r"torch 2\.13\.0\+cpu and 2\.9\.1\+cpu:"),
+    ],
+)
+def test_builds_that_cannot_join_are_refused_with_what_differs(
+    trainer: TorchBuild, server: TorchBuild, named: str
+) -> None:
+    with pytest.raises(EngineError, match=named):
+        check_builds(trainer, server)
+
+
+def test_a_server_is_compared_with_the_trainer_and_not_with_its_worker() -> None:
     import torch
 
-    assert release_of(asyncio.run(torch_of(Path(sys.executable)))) == release_of(torch.__version__)
+    server, python = ScriptedServer(), Path(sys.executable)
+    its = asyncio.run(build_of(python))
+    assert (its.torch, its.cuda) == (torch.__version__, torch.version.cuda or "")
+    trainer = ScriptedTrainer()
+    for trainer.build in (None, its):  # one that is restarting is asked nothing more
+        asyncio.run(TensorReceiver(trainer, "r/0").opened(server, python))  # type: ignore[arg-type]
+    trainer.build = TorchBuild(its.torch, "13.0", "1.2.3")
+    with pytest.raises(EngineError, match=r"NCCL 1\.2\.3"):
+        asyncio.run(TensorReceiver(trainer, "r/0").opened(server, python))  # type: ignore[arg-type]
+
+
+def test_an_environment_without_torch_is_refused_with_its_reason(tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
     broken.chmod(0o755)
     with pytest.raises(EngineError, match="broken"):
-        asyncio.run(torch_of(broken))
+        asyncio.run(build_of(broken))

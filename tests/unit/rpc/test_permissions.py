@@ -29,8 +29,8 @@ OPENS = {
     "buffer": RECORDS,
     "trainer": f"""{RECORDS} WriteHome RemoveHome OpenTrainer NextBatch Fetch Commit ExportLedger Checkpointed
         Stats SeeTasks""",
-    "rollout": f"""{GENERATES} AskTensors TakeBucket BreakGroup Arrived Lease Heartbeat Release PutEpisodes
-        Drain""",
+    "rollout": f"""{GENERATES} AskBuild AskTensors TakeBucket BreakGroup Arrived Lease Heartbeat Release
+        PutEpisodes Drain""",
     "evaluator": GENERATES,
     "reward": f"{RECORDS} Arrived Claim PutVerdicts",
     "supervisor": f"{LOOKS} ReadMetrics",

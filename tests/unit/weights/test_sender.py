@@ -18,10 +18,12 @@ from prometheus_client import REGISTRY
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.schema import Ok
 from areal_async.rpc.weights_messages import (
+    AskBuild,
     BreakGroup,
     SendsNothing,
     SendsTensors,
     TakeBucket,
+    TorchBuild,
 )
 from areal_async.weights.channels import tensor_sender
 from areal_async.weights.channels.tensor_group import JOIN
@@ -281,3 +283,8 @@ def test_buckets_hold_every_tensor_once_in_order():
     assert buckets[0].dtypes[0] == "float32"
     assert buckets[0].shapes[0] == [20, 30]
     assert list(in_buckets({}, 10)) == []
+
+
+async def test_an_engine_hears_which_torch_it_must_suit(sender):
+    """A group over gloo has no NCCL that must agree."""
+    assert await sender.answer(AskBuild()) == TorchBuild(torch.__version__, "", "")
