@@ -41,6 +41,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from areal_async.base.device_turns import EVALUATION_LIMIT_S
 from areal_async.base.errors import FaultError
 from areal_async.base.events import failpoint, recording
 from areal_async.base.events import record as record_event
@@ -53,7 +54,15 @@ from areal_async.config.registry import LOSSES
 from areal_async.rpc.board import board
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures
-from areal_async.rpc.messages import Batch, Checkpointed, Commit, ExportLedger, OpenTrainer, Stats
+from areal_async.rpc.messages import (
+    Batch,
+    Checkpointed,
+    Commit,
+    ExportLedger,
+    NextBatch,
+    OpenTrainer,
+    Stats,
+)
 from areal_async.weights.snapshot import SnapshotInfo
 from trainer_service import metrics
 from trainer_service.algorithms.off_policy import EffectiveSamplesWatch
@@ -116,7 +125,7 @@ class RlTrainer:
         self._ranks, self._backend, self._run_log = training.ranks, training.backend, training.run_log
         self._run_dir, self._stopping = training.run_dir, training.stopping
         self._buffer, self._files, self._publisher = buffer, files, publisher
-        self._beside, self._samples = beside, samples
+        self._beside, self._samples, self._turns = beside, samples, training.turns
         self._policy = job.policy
         ranks = self._ranks
         for series in (metrics.STEP, metrics.TOKENS) if ranks.first else ():
@@ -161,13 +170,17 @@ class RlTrainer:
         if self._publisher is not None:
             self._publisher.prepare(self._backend.export(TRAINED_MODEL))
         self._finish(step, self._begin(step))
+        self._give_device()
         ready()
         for current in range(step, self._job.trainer.steps):
             if not self._one_step(current):
                 self._wait()
                 return False
         self._wait()
+        if self._turns is not None and not self._turns.take():
+            return False
         self._export()
+        self._give_device()
         finished = self._wait_for_evaluation() and self._wait_for_others()
         if self._ranks.first:
             self._states.disk.prune()
@@ -238,6 +251,11 @@ class RlTrainer:
         failpoint("trainer.after_batch")
         wait_s = time.monotonic() - begun_s
         phases = {"wait": wait_s}
+        if self._turns is not None:
+            if not self._has_turn(step):
+                return False
+            phases["turn"] = time.monotonic() - begun_s - wait_s
+            wait_s += phases["turn"]
         plan = self._learner.plan(batch, step)
         fetch_s = time.monotonic()
         blobs = self._loader.fetch(self._learner.episodes_of(plan))
@@ -276,7 +294,27 @@ class RlTrainer:
             updates, save = self._backend.updates, self._learner.save
             state = TrainerState(done, self._epoch, updates, save, committed.result, durable)
             self._states.leave(place, state)
+        if self._turns is not None:
+            self._turns.stepped(seconds["step_s"] - wait_s, lambda: self._is_ready(done))
         return True
+
+    def _has_turn(self, step: int) -> bool:
+        """Take the device for the turn of `step`. Returns False if asked to stop earlier."""
+        assert self._turns is not None
+        left = self._job.trainer.steps - step
+        self._turns.collect(lambda: self._buffer.call(Stats()), self._job.buffer.batch_groups, left)
+        return self._turns.take()
+
+    def _is_ready(self, step: int) -> bool:
+        """Return whether the batch of `step` is ready now."""
+        if step >= self._job.trainer.steps:
+            return False
+        answer = self._buffer.call(NextBatch(self._policy, self._epoch, step, 0))
+        return isinstance(answer, Batch)
+
+    def _give_device(self) -> None:
+        if self._turns is not None:
+            self._turns.give()
 
     def _train(self, batch: Batch, plan: StepPlan, blobs: FetchedBytes) -> StepResult:
         """Train on a batch, and write its samples and recordings."""
@@ -411,7 +449,8 @@ class RlTrainer:
                 who = {"receiver": ack.receiver, "tag": ack.tag}
                 log.warning("a receiver refused a snapshot", **who, error=ack.error)
         metrics.VERSION.labels(self._policy).set(version)
-        board.figures = lambda: ServiceFigures(version)
+        turns = self._turns
+        board.figures = lambda: ServiceFigures(version, doing=turns.told() if turns is not None else "")
 
     def _durable(self, step: int) -> None:
         """Tell the buffer that the checkpoint of `step` has its final name, so that the buffer may free the
@@ -438,10 +477,10 @@ class RlTrainer:
         publisher = self._publisher
         if not isinstance(publisher, Publisher):
             return True
-        served = self._served_until(lambda: publisher.wait_evaluated(0.2), FINAL_EVALUATION_S)
+        limit_s = FINAL_EVALUATION_S if self._turns is None else EVALUATION_LIMIT_S
+        served = self._served_until(lambda: publisher.wait_evaluated(0.2), limit_s)
         if served and publisher.pending_evaluations():
-            told = "the evaluator did not finish with the last snapshots"
-            log.warning(told, waited_s=FINAL_EVALUATION_S)
+            log.warning("the evaluator did not finish with the last snapshots", waited_s=limit_s)
         return served
 
     def _wait_for_others(self) -> bool:
