@@ -451,6 +451,7 @@ class SharedEvaluations:
 
     async def first(self) -> Weights | None:
         """See `worker.weight_updates.Evaluations`."""
+        await connect(self.source)
         while (notice := await self._next()) is not None:
             try:
                 return await self.source.open(notice)

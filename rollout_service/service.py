@@ -69,6 +69,12 @@ class NameTaken(ArealError):
     restart_helps = True
 
 
+class DeviceNotShared(ArealError):
+    """Trainer and engines cannot take turns on one device."""
+
+    restart_helps = False
+
+
 def make_replicas(ctx: ServiceContext, *, on_serving: Callable[[float], None]) -> ReplicaSet:
     """Return the engines of this worker, not started yet. See `ReplicaSet` for the callbacks."""
     job = ctx.job
@@ -168,6 +174,12 @@ async def sharing(
     if job.placement.share is None:
         yield str
         return
+    hosts = {place.node_id for place in ctx.topology.services if place.role in ("trainer", "rollout")}
+    if len(hosts) > 1:
+        raise DeviceNotShared(
+            "placement.share: trainer and engine were placed on two hosts, and share no device. Remove it, "
+            "or start the run on one machine."
+        )
     async with AsyncExitStack() as stack:
         turns = DeviceTurns.open(ctx.socket_dir)
         stack.callback(turns.close)

@@ -234,6 +234,14 @@ class RlTrainer:
         if self._ranks.first:
             record_event(event, policy=self._policy, epoch=self._epoch, **fields)
 
+    def _note_batch(self, batch: Batch) -> None:
+        self._note(
+            "batched",
+            step=batch.step,
+            groups=[group.group_id for group in batch.groups],
+            episodes=[[e.episode_id, e.min_version] for group in batch.groups for e in group.episodes],
+        )
+
     def _one_step(self, step: int) -> bool:
         begun_s = time.monotonic()
         board.follow_threads()
@@ -242,20 +250,13 @@ class RlTrainer:
         if batch is None:
             return False
         if self._ranks.first and recording():
-            self._note(
-                "batched",
-                step=step,
-                groups=[group.group_id for group in batch.groups],
-                episodes=[[e.episode_id, e.min_version] for group in batch.groups for e in group.episodes],
-            )
+            self._note_batch(batch)
         failpoint("trainer.after_batch")
         wait_s = time.monotonic() - begun_s
         phases = {"wait": wait_s}
-        if self._turns is not None:
-            if not self._has_turn(step):
-                return False
-            phases["turn"] = time.monotonic() - begun_s - wait_s
-            wait_s += phases["turn"]
+        if not self._has_turn(step, phases):
+            return False
+        wait_s = sum(phases.values())
         plan = self._learner.plan(batch, step)
         fetch_s = time.monotonic()
         blobs = self._loader.fetch(self._learner.episodes_of(plan))
@@ -298,12 +299,17 @@ class RlTrainer:
             self._turns.stepped(seconds["step_s"] - wait_s, lambda: self._is_ready(done))
         return True
 
-    def _has_turn(self, step: int) -> bool:
-        """Take the device for the turn of `step`. Returns False if asked to stop earlier."""
-        assert self._turns is not None
+    def _has_turn(self, step: int, phases: dict[str, float]) -> bool:
+        """Take the device for `step`, if the engines share it, and add the phase `turn`. Returns False if
+        asked to stop earlier."""
+        if self._turns is None:
+            return True
+        begun_s = time.monotonic()
         left = self._job.trainer.steps - step
         self._turns.collect(lambda: self._buffer.call(Stats()), self._job.buffer.batch_groups, left)
-        return self._turns.take()
+        taken = self._turns.take()
+        phases["turn"] = time.monotonic() - begun_s
+        return taken
 
     def _is_ready(self, step: int) -> bool:
         """Return whether the batch of `step` is ready now."""
