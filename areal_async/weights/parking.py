@@ -6,6 +6,7 @@ stays valid. The host memory is allocated at the first move and then reused. Wit
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -16,7 +17,7 @@ class ParkingPlace:
     """Host copies of the tensors that are away from their device."""
 
     def __init__(self) -> None:
-        self._hosts: list[Tensor] = []
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # Unused host memory by its bytes
         self._away: list[tuple[Tensor, Tensor]] = []
         """Bytes on the device, as a view of the emptied storage, and their host copy."""
 
@@ -32,9 +33,9 @@ class ParkingPlace:
         if self._away:
             return self.away_bytes
         storages = {each._cdata: each for each in (tensor.untyped_storage() for tensor in tensors)}
-        for number, storage in enumerate(each for each in storages.values() if each.nbytes()):
+        for storage in (each for each in storages.values() if each.nbytes()):
             here = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
-            self._away.append((here, self._host(number, here)))
+            self._away.append((here, self._host(here)))
         for here, host in self._away:
             host.copy_(here, non_blocking=True)
         self._settle()
@@ -51,16 +52,14 @@ class ParkingPlace:
             here.untyped_storage().resize_(host.numel())
             here.copy_(host, non_blocking=True)
         self._settle()
+        for _, host in self._away:
+            self._free[host.numel()].append(host)
         self._away.clear()
 
     def _settle(self) -> None:
         if any(here.is_cuda for here, _ in self._away):
             torch.cuda.synchronize()
 
-    def _host(self, number: int, here: Tensor) -> Tensor:
-        """Return the host memory of the storage with this number, which is the same at each move."""
-        if number == len(self._hosts):
-            self._hosts.append(torch.empty(0, dtype=torch.uint8))
-        if self._hosts[number].numel() != here.numel():
-            self._hosts[number] = torch.empty(here.numel(), dtype=torch.uint8, pin_memory=here.is_cuda)
-        return self._hosts[number]
+    def _host(self, here: Tensor) -> Tensor:
+        free = self._free[here.numel()]
+        return free.pop() if free else torch.empty(here.numel(), dtype=torch.uint8, pin_memory=here.is_cuda)
