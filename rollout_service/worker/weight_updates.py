@@ -87,7 +87,7 @@ class WeightUpdates:
                 snapshot = await self._open(notice)
             if snapshot is None:
                 continue
-            if await self.engine.woken(snapshot, RENEW_S):
+            if self.turns is None or await self.engine.woken(snapshot, RENEW_S):
                 await self._swap(notice.tag, snapshot)
                 snapshot = None
             else:
