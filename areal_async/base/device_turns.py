@@ -21,7 +21,7 @@ from areal_async.base.own_files import is_locked, open_own, release_lock, take_l
 
 LOOK_S = 0.02  # Seconds between two attempts to take a lock
 SWITCH_SHARE = 0.05
-"""Largest share of a turn's time that should be spent in switches."""
+"""Largest share of all time that should be spent in switches."""
 LINK_BYTES_PER_S = 25e9
 """Assumed bandwidth between the device and pinned host memory, until a switch has been measured."""
 EVALUATION_LIMIT_S = 1800.0
@@ -82,12 +82,12 @@ def planned_switch_s(moved_bytes: int, bytes_per_s: float = LINK_BYTES_PER_S) ->
 
 
 def turn_steps(max_staleness: int, switch_s: float, step_s: float) -> int:
-    """Return the length of a turn in training steps: the smallest number whose switches take at most
-    `SWITCH_SHARE` of the turn, but at most `max_staleness` + 1.
+    """Return the length of a turn in training steps: the smallest number with which switches take at most
+    `SWITCH_SHARE` of all time, but at most `max_staleness` + 1.
 
-    `switch_s` are the seconds of both switches of a turn, and `step_s` the seconds of a step. More than
-    `max_staleness` + 1 batches are never ready at once, because admission keeps no more groups
-    outstanding."""
+    `switch_s` are the seconds of both switches of a turn. `step_s` are the seconds in which a batch is
+    generated and trained. More than `max_staleness` + 1 batches are never ready at once, because admission
+    keeps no more groups outstanding."""
     most = max_staleness + 1
     for steps in range(1, most):
         if switch_s <= SWITCH_SHARE * (switch_s + steps * step_s):

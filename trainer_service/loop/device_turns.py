@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from areal_async.base.device_turns import LOOK_S, DeviceTurns, planned_switch_s, turn_steps
 from areal_async.base.events import failpoint, record
@@ -22,7 +23,7 @@ from trainer_service.backends.base import TrainingBackend
 log = get_logger("turns")
 
 COLLECT_LOOK_S = 0.1  # Seconds between two questions for the number of ready batches
-COLLECT_LIMIT_S = 60.0  # Longest time to collect further batches for a turn
+COLLECT_LIMIT_S = 60.0  # Longest time without a newly scored group while batches are collected
 SMOOTH = 0.3  # Weight of a new measurement in a running mean
 
 
@@ -36,9 +37,9 @@ class TrainerTurns:
         self.has_device = False
         self.length = 1
         """Steps that the next turn should train."""
-        self._trained = self._taken = 0
-        self._switch_s = self._step_s = self._taking_s = 0.0
-        self._switches_s, self._begun_s = 0.0, time.monotonic()
+        self._trained = 0
+        self._switch_s = self._step_s = self._taking_s = self._switches_s = 0.0
+        self._begun_s, self._given_s = time.monotonic(), 0.0
 
     def take(self) -> bool:
         """Wait until the engines sleep, and bring the state back to the device. Returns False if the trainer
@@ -70,34 +71,34 @@ class TrainerTurns:
         self.has_device = False
         self._turns.trained()
         failpoint("turn.trainer_gave")
-        switch_s = self._taking_s + time.monotonic() - begun_s
-        self._switches_s += switch_s
-        # The first turn loads the model, so its time says nothing about later turns.
-        measured_s = switch_s if self._taken else planned_switch_s(moved_bytes)
-        self._switch_s = _mean(self._switch_s, measured_s)
-        self._taken += 1
+        now_s, last_s = time.monotonic(), self._given_s
+        switch_s, self._given_s = self._taking_s + now_s - begun_s, now_s
+        if not last_s:  # the first turn loads the model, so its time says nothing about later turns
+            self._begun_s, self._switch_s = now_s, planned_switch_s(moved_bytes)
+        elif self._trained:
+            self._switches_s += switch_s
+            self._switch_s = _mean(self._switch_s, switch_s)
+            self._step_s = _mean(self._step_s, (now_s - last_s - switch_s) / self._trained)
+            self.length = turn_steps(self._max_staleness, self._switch_s, self._step_s)
         record("trainer_turn", steps=self._trained, moved_bytes=moved_bytes, switch_s=round(switch_s, 4))
         log.debug("the trainer has left the device", steps=self._trained, moved_bytes=moved_bytes)
         self._trained = 0
-        if self._step_s:
-            self.length = turn_steps(self._max_staleness, self._switch_s, self._step_s)
 
     def collect(self, stats: Callable[[], BufferStats], batch_groups: int, steps_left: int) -> None:
         """Wait until enough batches for a turn are ready, one of which the caller has, or until no more can
         become ready. Does nothing within a turn."""
-        length, deadline_s = min(self.length, steps_left), time.monotonic() + COLLECT_LIMIT_S
+        length, patience = min(self.length, steps_left), Patience(time.monotonic())
         if self.has_device or length == 1:
             return
         with board.waiting("turn", f"{length} batches for a turn on the device"):
-            while not is_enough(stats(), batch_groups, length) and time.monotonic() < deadline_s:
-                if self._stopping.wait(COLLECT_LOOK_S):
+            while not patience.is_over(found := stats(), time.monotonic()):
+                if is_enough(found, batch_groups, length) or self._stopping.wait(COLLECT_LOOK_S):
                     return
 
-    def stepped(self, step_s: float, next_is_ready: Callable[[], bool]) -> None:
+    def stepped(self, next_is_ready: Callable[[], bool]) -> None:
         """Report a step, and end the turn unless the batch of the next step is ready. A turn trains at most
         as many batches as can be ready at once."""
         self._trained += 1
-        self._step_s = _mean(self._step_s, step_s)
         if self._trained > self._max_staleness or not next_is_ready():
             self.give()
 
@@ -108,14 +109,28 @@ class TrainerTurns:
         return f"{where}, turns of {self.length} steps, {share:.1%} of the time in switches"
 
 
+@dataclass
+class Patience:
+    """Limit of the time in which batches are collected and no group becomes ready."""
+
+    since_s: float
+    _scored: int = -1
+
+    def is_over(self, stats: BufferStats, now_s: float) -> bool:
+        """Return whether no group has been scored for `COLLECT_LIMIT_S`. Call it with each reading."""
+        scored = stats.groups.get("SCORED", 0)
+        if scored != self._scored:
+            self._scored, self.since_s = scored, now_s
+        return now_s - self.since_s > COLLECT_LIMIT_S
+
+
 def is_enough(stats: BufferStats, batch_groups: int, length: int) -> bool:
     """Return whether `length` batches are ready, one of which is in the trainer's hands, or whether the
     groups in progress can complete no further batch."""
-    held = {state.lower(): count for state, count in stats.groups.items()}
-    scored = held.get("scored", 0)
-    coming = scored + held.get("leased", 0) + held.get("generated", 0)
+    scored, *coming = (stats.groups.get(state, 0) for state in ("SCORED", "GENERATED", "LEASED"))
     ready = 1 + scored // batch_groups
-    return ready >= length or (bool(stats.lease_wait) and 1 + coming // batch_groups <= ready)
+    possible = 1 + (scored + sum(coming)) // batch_groups
+    return ready >= length or (bool(stats.lease_wait) and possible <= ready)
 
 
 def _mean(before: float, value: float) -> float:

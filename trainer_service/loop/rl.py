@@ -296,7 +296,7 @@ class RlTrainer:
             state = TrainerState(done, self._epoch, updates, save, committed.result, durable)
             self._states.leave(place, state)
         if self._turns is not None:
-            self._turns.stepped(seconds["step_s"] - wait_s, lambda: self._is_ready(done))
+            self._turns.stepped(lambda: self._is_ready(done))
         return True
 
     def _has_turn(self, step: int, phases: dict[str, float]) -> bool:

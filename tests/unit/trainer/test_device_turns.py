@@ -11,7 +11,7 @@ from areal_async.rpc.messages import BufferStats
 from tests.unit.trainer.test_fsdp import OPTIMIZER, _batch, _rows, _slope, _weights
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
-from trainer_service.loop.device_turns import TrainerTurns, is_enough
+from trainer_service.loop.device_turns import Patience, TrainerTurns, is_enough
 from trainer_service.ranks import join_ranks
 
 
@@ -99,7 +99,7 @@ def test_a_turn_trains_what_is_ready_and_no_more_batches_than_can_be(tmp_path):
         trained = 0
         while turns.has_device:
             assert not engine.try_wake()
-            turns.stepped(1.0, lambda left=left: next(left))
+            turns.stepped(lambda left=left: next(left))
             trained += 1
         assert trained == steps
     assert turns.backend.journal == ["leave"] + ["return", "leave"] * 3
@@ -149,3 +149,10 @@ def test_batches_are_collected_only_before_a_turn_of_several(tmp_path):
     assert not asked, "one step is left"
     turns.collect(stats, 4, 9)
     assert asked == [0, 1]
+
+
+def test_collecting_ends_when_nothing_is_scored_any_more():
+    patience = Patience(0.0)
+    for now_s, scored, over in ((1.0, 0, False), (59.0, 3, False), (118.0, 3, False), (120.0, 3, True)):
+        stats = BufferStats({"SCORED": scored}, {}, {}, {}, 0, 0)
+        assert patience.is_over(stats, now_s) == over
