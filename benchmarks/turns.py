@@ -56,7 +56,7 @@ STEP_S, SWITCH_S, LOAD_S = 30.0, 4.5, 1.0
 RATIOS = (1 / 5, 1 / 3, 1 / 2, 1.0, 2.0, 3.0, 5.0)  # Generation to training
 ROOMS = (0.08, 0.25, 0.5)  # Shares of the KV room that the trainer's state leaves
 PROMPT, ANSWER, SIGMA, LONGEST = 200.0, 1000.0, 0.6, 4000.0
-STEPS, WARM_UP = 60, 20
+STEPS, WARM_UP = 40, 20
 
 
 def costs_of(ratio: float, *, cores: float | None) -> Costs:
@@ -259,7 +259,7 @@ def row(ratio: float, eta: int, pacing: Any, room: float | None, *, steps: int =
 
 
 def table(steps: int = STEPS) -> Iterator[Row]:
-    for eta, pacing, ratio in itertools.product(ETAS, ("fresh", "full"), RATIOS):
+    for eta, pacing, ratio in itertools.product(ETAS, ("fresh",), RATIOS):
         for room in (None, *ROOMS):
             yield row(ratio, eta, pacing, room, steps=steps)
 
