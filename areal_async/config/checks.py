@@ -221,12 +221,14 @@ def _share(job: JobConfig) -> Iterator[Mistake]:
         what = "has several policies" if job.policies else f"is of kind {job.kind} and has no engine"
         yield Mistake(field, f"one trainer and one engine take turns, and the job {what}", "Remove it")
         return
-    counts = {"trainer.ranks": job.trainer.ranks, "rollout.workers": rollout.workers}
-    counts |= {"rollout.replicas": rollout.replicas, f"{field}: GPUs of an engine": width_of(rollout)}
-    for name, count in counts.items():
+    counts = {
+        name: attrgetter(name)(job) for name in ("trainer.ranks", "rollout.workers", "rollout.replicas")
+    }
+    for name, count in (counts | {field: width_of(rollout)}).items():
         if count > 1:
-            problem = f"one trainer and one engine take turns on one device, and {name} is {count}"
-            yield Mistake(name.partition(":")[0], problem, f"Set it to 1, or remove {field}")
+            what = name if name != field else "the number of GPUs of an engine"
+            problem = f"one trainer and one engine take turns on one device, and {what} is {count}"
+            yield Mistake(name, problem, f"Set it to 1, or remove {field}")
     kinds = {device.partition(":")[0] for device in (job.trainer.device, rollout.device)}
     numbers = {device.partition(":")[2] or "0" for device in (job.trainer.device, rollout.device)}
     if len(kinds) > 1 or len(numbers) > 1:
