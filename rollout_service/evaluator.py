@@ -22,12 +22,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, astuple, dataclass
 from typing import Any, Literal
 
 from msgspec.structs import asdict
 
+from areal_async.base.device_turns import EVALUATION_LIMIT_S
 from areal_async.base.errors import ArealError, FaultError, RpcTimeout, SnapshotError, WireError
 from areal_async.base.events import record
 from areal_async.base.log import clock_text, get_logger
@@ -39,6 +41,7 @@ from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
 from areal_async.data.tasks import read_tasks
 from areal_async.rpc.board import board
+from areal_async.rpc.client import wait_out
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.service.context import ServiceContext
@@ -171,6 +174,8 @@ class Evaluator:
     job: JobConfig
     gateway: Gateway | None = None
     first_failure_ends: bool = False
+    shares: bool = False
+    """Whether the engine belongs to a worker, which has started it and watches it."""
     others: Sequence[Companion] = ()
     on_verdict: Callable[[Task, int, RewardInput, Verdict], None] = lambda *_: None
     """Callback with each task, sample number, answer and verdict."""
@@ -178,7 +183,7 @@ class Evaluator:
     begun_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._started, self._asked, self._answered = False, 0, 0
+        self._started, self._asked, self._answered = self.shares, 0, 0
         self.samples = self.job.evaluation.samples  # Answers per task
         self.folder = f"policies/{self.job.policy}" if self.job.policies else ""
         """Folder of the evaluated policy, relative to the run's folder."""
@@ -199,10 +204,16 @@ class Evaluator:
         `ReplicaGone` if the engine died. No result is recorded then."""
         for other in self.others:
             await other.refresh()
-        await (self.engine.exchange if self._started else self.engine.start)(snapshot)
-        self._started = True
-        tokens = self.engine.stats().tokens_total
-        answers, failures = await self._answers(tasks)
+        self.engine.pinned = snapshot
+        try:
+            await (self.engine.exchange if self._started else self.engine.start)(snapshot)
+            self._started = True
+            if self.engine.version != snapshot.tag:
+                raise EvaluationError(f"the engine serves {self.engine.version}, not {snapshot.tag}")
+            tokens = self.engine.stats().tokens_total
+            answers, failures = await self._answers(tasks)
+        finally:
+            self.engine.pinned = None
         # The answers to one task form a group, because a reward may judge them together.
         verdicts = await self.scorer.score(
             [answer.given for answer in answers], [answer.task for answer in answers]
@@ -257,7 +268,7 @@ class Evaluator:
 
         workers = [asyncio.ensure_future(work()) for _ in range(self.job.evaluation.max_concurrent)]
         engines = [self.engine, *(other.speaks.engine for other in self.others)]
-        watching = [asyncio.ensure_future(engine.watch()) for engine in engines]
+        watching = [asyncio.ensure_future(engine.watch()) for engine in engines if not self.shares]
         ends: list[asyncio.Future[Any]] = [asyncio.gather(*workers), *watching]
         try:
             for end in (await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))[0]:
@@ -421,6 +432,75 @@ async def _evaluate_one(
         log.warning("held-out samples without a score", n=unscored, version=notice.tag.version)
     record("evaluated", **asdict(notice.tag), accuracy=accuracy)
     await acknowledge(source, notice.tag)
+
+
+@dataclass(eq=False)
+class SharedEvaluations:
+    """Evaluations on the engine of a worker, if trainer and engines share a device in time.
+
+    The worker loads no newer weights until the evaluation of a pinned snapshot has finished or failed. Other
+    episodes continue meanwhile, with the same weights. A turn of the trainer only interrupts an evaluation.
+    If the worker is killed, its next process repeats the evaluation."""
+
+    source: Receiver
+    evaluator: Evaluator
+    tasks: Sequence[Task]
+    run_log: RunRecords
+    limit_s: float = EVALUATION_LIMIT_S
+    _after: VersionTag | None = None
+
+    async def first(self) -> Weights | None:
+        """See `worker.weight_updates.Evaluations`."""
+        await connect(self.source)
+        while (notice := await self._next()) is not None:
+            try:
+                return await self.source.open(notice)
+            except SnapshotError as error:
+                self._after = notice.tag
+                await acknowledge(self.source, notice.tag, error=str(error))
+        return None
+
+    async def up_to(self, tag: VersionTag) -> None:
+        """See `worker.weight_updates.Evaluations`."""
+        while (notice := await self._next()) is not None and notice.tag <= tag:
+            self._after = notice.tag
+            try:
+                async with asyncio.timeout(self.limit_s):
+                    await _evaluate_one(self.source, self.evaluator, self.tasks, self.run_log, notice)
+            except TimeoutError:
+                why = f"the evaluation of version {notice.tag.version} took more than {self.limit_s:g} s"
+                log.warning("snapshot not evaluated", version=notice.tag.version, error=why)
+                await acknowledge(self.source, notice.tag, error=why)
+
+    async def _next(self) -> SnapshotNotice | None:
+        """Return the oldest pinned snapshot after the last one, or None. Waits until the publisher
+        answers."""
+        while True:
+            try:
+                news = await self.source.next(self._after, 0)
+            except (RpcTimeout, FaultError) as error:
+                await wait_out(error, "evaluations", RETRY_PAUSE_S)
+                continue
+            return news if isinstance(news, SnapshotNotice) else None
+
+
+@asynccontextmanager
+async def shared_evaluations(
+    ctx: ServiceContext, engine: ReplicaSet, render: Renderer, gateway: Gateway
+) -> AsyncIterator[SharedEvaluations]:
+    """Yield the evaluations of a worker whose job has held-out tasks. `engine` is the worker's engine."""
+    job = ctx.job
+    assert job.tasks.evaluation is not None
+    tasks = list(read_tasks(job.tasks.evaluation))
+    source, records = receiver_of(ctx, "evaluate"), open_records(ctx)
+    try:
+        async with LocalScorer(job.reward, workers=1, inline=ctx.inline) as scorer:
+            how: Any = {"job": job, "gateway": gateway, "first_failure_ends": ctx.inline, "shares": True}
+            evaluator = Evaluator(engine, scorer, workflow_of(job), render, **how)
+            yield SharedEvaluations(source, evaluator, tasks, records)
+    finally:
+        await source.close()
+        await asyncio.to_thread(records.close)
 
 
 async def _write_samples(

@@ -34,6 +34,12 @@ STALL = Histogram(
 )
 TOOL_CALLS = Counter("areal_rollout_tool_calls_total", "Calls of tools by episodes.", ["tool", "outcome"])
 REWRITES = Counter("areal_rollout_template_rewrites_total", "New roots: the chat template rewrote the past.")
+ENGINE_MEMORY = Gauge(
+    "areal_rollout_engine_memory_bytes", "Memory in use on the engines' device at the last turn.", ["state"]
+)
+SWITCH_SECONDS = Counter(
+    "areal_rollout_switch_seconds_total", "Time in which the engines released or restored their memory."
+)
 UPDATES = Counter("areal_rollout_updates_total", "Snapshots offered to this worker.", ["outcome"])
 
 SCORE = Gauge(

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from typing import Any
 
 from prometheus_client import REGISTRY
 
+from areal_async.base.device_turns import DeviceTurns
 from areal_async.base.errors import ArealError, FaultError, RpcTimeout
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import sums_of
@@ -32,6 +34,7 @@ from areal_async.weights.metrics import FETCH_SECONDS
 from areal_async.weights.receiver import make_receiver
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Weights
+from rollout_service.gateway import Gateway
 from rollout_service.metrics import STALL, EngineMetrics
 from rollout_service.process import (
     connect,
@@ -44,24 +47,32 @@ from rollout_service.process import (
 )
 from rollout_service.replicas import ReplicaSet
 from rollout_service.worker import WeightUpdates, Worker
-from rollout_service.workflows import PolicyEngine, workflow_of
+from rollout_service.worker.device_turns import EngineTurns
+from rollout_service.workflows import PolicyEngine, Renderer, workflow_of
 
 log = get_logger("rollout")
 
 
-def figures_of(engines: Sequence[ReplicaSet]) -> ServiceFigures:
+def figures_of(engines: Sequence[ReplicaSet], doing: str = "") -> ServiceFigures:
     """Return the figures of a worker. `version` in them is the version of the first policy's engines."""
     stats = [engine.stats() for engine in engines]
     sums = {"updates": sums_of(STALL), "fetches": sums_of(FETCH_SECONDS)}
     if stats[0].passes:
         sums["passes"] = list(stats[0].passes)
-    return ServiceFigures(engines[0].version.version, sum(each.tokens_total for each in stats), sums=sums)
+    tokens = sum(each.tokens_total for each in stats)
+    return ServiceFigures(engines[0].version.version, tokens, sums=sums, doing=doing)
 
 
 class NameTaken(ArealError):
     """Another process of the run has this name."""
 
     restart_helps = True
+
+
+class DeviceNotShared(ArealError):
+    """Trainer and engines cannot take turns on one device."""
+
+    restart_helps = False
 
 
 def make_replicas(ctx: ServiceContext, *, on_serving: Callable[[float], None]) -> ReplicaSet:
@@ -138,6 +149,11 @@ class _PolicyServer:
         self.receiver = make_receiver(ctx, "serve", tensors=tensors)
         self.updates = WeightUpdates(self.receiver, self.engine, on_change=lambda: worker().weights_changed())
 
+    def beside(self) -> list[Coroutine[Any, Any, None]]:
+        """Return the work that goes on while the worker runs."""
+        turns = self.updates.turns
+        return [self.updates.run(), self.engine.watch(), *([turns.run()] if turns is not None else [])]
+
     async def first_version(self) -> VersionTag:
         await connect(self.receiver)
         return await self.updates.start()
@@ -145,6 +161,39 @@ class _PolicyServer:
     async def close(self) -> None:
         await self.engine.stop()
         await self.receiver.close()
+
+
+@asynccontextmanager
+async def sharing(
+    ctx: ServiceContext, server: _PolicyServer, render: Renderer, gateway: Gateway
+) -> AsyncIterator[Callable[[], str]]:
+    """Let the engine of `server` take turns with the trainer inside the block, and let it do the evaluations.
+    Yield a function that returns the progress of a running evaluation. Without `placement.share`, do
+    nothing."""
+    job = ctx.job
+    if job.placement.share is None:
+        yield str
+        return
+    hosts = {place.node_id for place in ctx.topology.services if place.role in ("trainer", "rollout")}
+    if len(hosts) > 1:
+        raise DeviceNotShared(
+            "placement.share: trainer and engine were placed on two hosts, and share no device. Remove it, "
+            "or start the run on one machine."
+        )
+    async with AsyncExitStack() as stack:
+        turns = DeviceTurns.open(ctx.socket_dir)
+        stack.callback(turns.close)
+        ctx.held_fds.append(turns.turn_fd)
+        server.updates.turns = EngineTurns(turns, server.engine)
+        if job.tasks.evaluation is None or ctx.index:
+            yield str
+            return
+        # It loads the evaluator, which other workers do not need.
+        from rollout_service.evaluator import shared_evaluations
+
+        evaluations = shared_evaluations(ctx, server.engine, render, gateway)
+        server.updates.evaluations = await stack.enter_async_context(evaluations)
+        yield server.updates.evaluations.evaluator.doing
 
 
 async def _serve(ctx: ServiceContext) -> None:
@@ -156,8 +205,12 @@ async def _serve(ctx: ServiceContext) -> None:
     gateway = make_gateway(ctx, trains=True)
     servers = {policy: _PolicyServer(ctx.of(policy), lambda: worker) for policy in renders}
     series = EngineMetrics(*(server.engine for server in servers.values()))
+    name, first = next(iter(servers.items()))
     try:
-        async with Client(ctx.buffer, job=job.job, role="rollout", name=ctx.name, access=ctx.keys) as buffer:
+        async with (
+            sharing(ctx, first, renders[name], gateway) as doing,
+            Client(ctx.buffer, job=job.job, role="rollout", name=ctx.name, access=ctx.keys) as buffer,
+        ):
             await buffer.call(Arrived(ctx.name))
             worker = Worker(
                 buffer,
@@ -182,13 +235,12 @@ async def _serve(ctx: ServiceContext) -> None:
                 return
             engines = [server.engine for server in servers.values()]
             REGISTRY.register(series)
-            board.figures = lambda: figures_of(engines)
+            board.figures = lambda: figures_of(engines, doing())
             settle()
             ctx.ready()
             versions = [tag.label for tag in serving]
             log.info("rollout worker serves", engine=job.rollout.engine, versions=versions)
-            beside = [work for each in servers.values() for work in (each.updates.run(), each.engine.watch())]
-            await worker.run(ctx.stop, *beside)
+            await worker.run(ctx.stop, *(work for each in servers.values() for work in each.beside()))
             if worker.drained:
                 log.info("rollout worker is drained")
                 ctx.finished.set()

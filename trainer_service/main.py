@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from transformers.utils import logging as transformers_logging
 
+from areal_async.base.device_turns import DeviceTurns
 from areal_async.base.log import get_logger
 from areal_async.base.loop_thread import in_thread
 from areal_async.config.devices import first_threads, rank_device
@@ -30,6 +31,7 @@ from trainer_service.checkpoint_store import CheckpointStore
 from trainer_service.collectives import watched
 from trainer_service.durable_files import companion_files
 from trainer_service.errors import RankError
+from trainer_service.loop.device_turns import TrainerTurns
 from trainer_service.loop.from_files import FileTrainer
 from trainer_service.loop.learner import OBJECTIVE_FILE, load_backend
 from trainer_service.loop.rl import Beside, RlTrainer
@@ -73,13 +75,25 @@ def train(ctx: ServiceContext) -> None:
         # Closing may wait for a lost rank, so the supervisor is told about an error before anything closes.
         closing = stack.enter_context(ExitStack())
         stack.enter_context(_explained(ranks))
+        turns = None
+        if ctx.job.placement.share is not None:
+            locks = DeviceTurns.open(ctx.socket_dir)
+            stack.callback(locks.close)
+            turns = TrainerTurns(locks, ctx.stopping, ctx.job.buffer.max_staleness)
+            if not turns.take():  # before anything is on the device
+                return
         backend = load_backend(ctx.job, ranks)
+        if turns is not None:
+            turns.backend = backend
         run_log: RunRecords | None = None
         if ranks.first:
             run_log = open_records(whole)
             closing.callback(run_log.close)
         log.info("model loaded", model=str(ctx.job.model), ranks=ranks.world, dtype=section.resolved_dtype)
-        training = TrainingRun(ctx.job, ranks, backend, ctx.run_dir, run_log, ctx.stopping, ctx.shm_dir)
+        places = {"run_dir": ctx.run_dir, "shm_dir": ctx.shm_dir}
+        training = TrainingRun(
+            ctx.job, ranks, backend, run_log=run_log, stopping=ctx.stopping, turns=turns, **places
+        )
         if ctx.job.kind == "rl":
             finished = _rl(ctx, training, closing, whole.job)
         else:

@@ -42,6 +42,7 @@ from trainer_service.checkpoint import (
 )
 from trainer_service.checkpoint_store import CheckpointStore
 from trainer_service.errors import CheckpointError, DiskFull
+from trainer_service.loop.device_turns import TrainerTurns
 from trainer_service.ranks import Ranks
 
 FOLDER = "trainer-state"
@@ -118,6 +119,8 @@ class TrainingRun:
     stopping: threading.Event
     shm_dir: Path | None = None
     """The run's folder in shared memory; None if no state is saved there."""
+    turns: TrainerTurns | None = None
+    """Turns on a device that the engines share in time; None if the device is the trainer's alone."""
 
 
 class States:

@@ -262,20 +262,26 @@ def delete_path(path: Path) -> None:
 _FLOCK = struct.Struct("hhqqi0q")  # `struct flock` of Linux with 64-bit offsets
 
 
-def _whole_file() -> bytes:
-    return _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+def _whole_file(kind: int = fcntl.F_WRLCK) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
 
 
-def take_lock(fd: int) -> bool:
-    """Lock the open file. The lock lasts until the descriptor and all its copies are closed.
+def take_lock(fd: int, *, shared: bool = False) -> bool:
+    """Lock the open file. The lock lasts until the descriptor and all its copies are closed, or until
+    `release_lock`. Several open files can have a `shared` lock at the same time.
 
-    Return False if another open file has the lock. `fd` must be writable.
+    Return False if the lock of another open file prevents this lock. `fd` must be readable and writable.
     """
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _whole_file())
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_RDLCK if shared else fcntl.F_WRLCK))
     except BlockingIOError:
         return False
     return True
+
+
+def release_lock(fd: int) -> None:
+    """Unlock the open file, also for all copies of the descriptor."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_UNLCK))
 
 
 def lock_file(path: Path) -> int | None:

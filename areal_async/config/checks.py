@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
 from areal_async.base.mistakes import Mistake
-from areal_async.config.devices import trainer_gpus
+from areal_async.config.devices import trainer_gpus, width_of
 from areal_async.config.job import JobConfig, LoraSection, ShapeSection, job_fields
 from areal_async.config.parts import part_mistakes
 from areal_async.config.presets import PRESETS
 from areal_async.config.redis_url import FORMS, parse_redis_url
+from areal_async.config.registry import BACKENDS, ENGINES
 from areal_async.config.rewardcheck import reward_mistakes
 from areal_async.config.routes import route_bytes
 from areal_async.storage.urls import url_of
@@ -33,6 +34,7 @@ def check_fields(job: JobConfig) -> list[Mistake]:
     """Return every broken rule of `job`."""
     any_kind: tuple[Rule, ...] = (part_mistakes, _redis, _any_kind, _best_checkpoints)
     of_rl: tuple[Rule, ...] = (reward_mistakes, _rollout, _evaluation, _buffer, _group, _trainer)
+    any_kind += (_share,) if job.placement.share is not None else ()
     rules = any_kind + (of_rl if job.kind == "rl" else (_file_training,))
     return [mistake for rule in rules for mistake in rule(job)]
 
@@ -210,6 +212,47 @@ def _group(job: JobConfig) -> Iterator[Mistake]:
     if group.policy == "deadline_partial" and group.min_samples > n:
         problem = f"a group has {n} samples (rollout.group_size), so none would ever be enough"
         yield Mistake(least, problem, f"Set it to {n} or less")
+
+
+def _share(job: JobConfig) -> Iterator[Mistake]:
+    """Check a job whose trainer and engine take turns on one device."""
+    field, evaluation, rollout, backend = "placement.share", job.evaluation, job.rollout, job.trainer.backend
+    if job.kind != "rl" or job.policies:
+        what = "has several policies" if job.policies else f"is of kind {job.kind} and has no engine"
+        yield Mistake(field, f"one trainer and one engine take turns, and the job {what}", "Remove it")
+        return
+    counts = {
+        name: attrgetter(name)(job) for name in ("trainer.ranks", "rollout.workers", "rollout.replicas")
+    }
+    for name, count in (counts | {field: width_of(rollout)}).items():
+        if count > 1:
+            what = name if name != field else "the number of GPUs of an engine"
+            problem = f"one trainer and one engine take turns on one device, and {what} is {count}"
+            yield Mistake(name, problem, f"Set it to 1, or remove {field}")
+    kinds = {device.partition(":")[0] for device in (job.trainer.device, rollout.device)}
+    numbers = {device.partition(":")[2] or "0" for device in (job.trainer.device, rollout.device)}
+    if len(kinds) > 1 or len(numbers) > 1:
+        problem = f"the trainer is on {job.trainer.device} and the engine on {rollout.device}"
+        yield Mistake(field, f"nothing is shared: {problem}", "Name one device for both, or remove it")
+    if rollout.server.urls:
+        problem = "servers that are attached may have other users, so they are not put to sleep"
+        yield Mistake("rollout.server.urls", problem, f"Remove it, so that a server is started, or {field}")
+    own = {"engine": evaluation.engine != "same", "device": evaluation.device is not None}
+    own["server"] = evaluation.server != type(evaluation.server)()
+    for name in (name for name, given in own.items() if given):
+        problem = "the rollout's engine does the evaluations if it shares its device in time"
+        yield Mistake(f"evaluation.{name}", problem, f"Remove it, or {field}")
+    parts = {"rollout.engine": ENGINES.known(rollout.engine), "trainer.backend": BACKENDS.known(backend)}
+    for name, part in parts.items():
+        if part is not None and not getattr(part, "sleeps", False):
+            problem = f"{attrgetter(name)(job)} cannot release its memory between two turns"
+            yield Mistake(name, problem, f"Use another one, or remove {field}")
+    if job.weights.channel == "nccl":
+        problem = "NCCL takes only one member from each GPU, and trainer and engine share one"
+        yield Mistake("weights.channel", problem, f"Set it to auto, or remove {field}")
+    if len({job.placement.pretend.get(name) for name in ("trainer", "rollout-0")}) > 1:
+        problem = "trainer and engine are on two hosts, and share no device"
+        yield Mistake("placement.pretend", problem, f"Place them on one, or remove {field}")
 
 
 def _trainer(job: JobConfig) -> Iterator[Mistake]:

@@ -145,6 +145,11 @@ def device_mistakes(job: JobConfig, visible: int) -> Iterator[Mistake]:
         except ValueError as error:
             yield Mistake(field, str(error), _fix(visible))
             return
+    engine = engine_gpus(job, worker=0, replica=0, visible=visible) if job.placement.share else ()
+    if engine != tuple(ranks) and job.placement.share:
+        problem = f"nothing is shared: {visible} GPUs are visible, and trainer and engine each have their own"
+        fix = "Remove it, or name the GPU in both trainer.device and rollout.device (cuda:0)"
+        yield Mistake("placement.share", problem, fix)
     needed, free = _of_workers(job), len(_free(job, visible))
     if job.kind == "rl" and needed > free:
         beside = f", of which the trainer has {visible - free}" if free < visible else ""

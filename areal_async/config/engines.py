@@ -94,6 +94,8 @@ class EnginePart:
     logprob_bounds: ClassVar[Mapping[tuple[str, str], LogprobGap]] = {}
     """Allowed gap between the log-probs of engine and trainer, by (coarser of the two dtypes, `dense` or
     `moe`). Without an entry, the self-check only warns and gives the measured gap."""
+    sleeps: ClassVar[bool] = False
+    """True if the engine can release its memory (`sleep` and `wake`), which `placement.share` needs."""
     stale_flags: ClassVar[Mapping[str, str]] = {}
     """Server flags that `check_job` refuses, each with the reason: with them, old weights or old KV stay in
     use after a weight update."""

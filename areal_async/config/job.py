@@ -81,6 +81,9 @@ class PlacementSection(Section):
     reward: ShapeSection = ShapeSection()
     evaluator: ShapeSection = ShapeSection()
 
+    share: Literal["time"] | None = None
+    """`time` if trainer and engine take turns on one device: the engine sleeps while the trainer steps, and
+    also does the evaluations. Null keeps both on their devices all the time."""
     pretend: dict[str, Annotated[str, Field(pattern=NODE_ID)]] = Field(default_factory=dict)
     """Simulated hosts on one machine, such as `rollout-0: host-1`, without shared memory between them."""
 

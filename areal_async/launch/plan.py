@@ -52,7 +52,7 @@ def services_of(job: JobConfig, modules: Mapping[Role, str] = MODULES) -> list[S
     if job.kind == "rl":
         roles = [("buffer", "buffer", 0, ""), *roles, ("reward", "reward", 0, "")]
         roles += [("rollout", f"rollout-{index}", index, "") for index in range(job.rollout.workers)]
-        if job.tasks.evaluation is not None:
+        if job.tasks.evaluation is not None and job.placement.share is None:
             roles.append(("evaluator", "evaluator", 0, ""))
     first = job.observe.metrics_port
     return [

@@ -51,6 +51,8 @@ class ServiceContext(OnHost):
     finished: threading.Event = field(default_factory=threading.Event)
     """A service sets this when it has done all its work. Then it exits with status 0, even if it was asked to
     stop."""
+    held_fds: list[int] = field(default_factory=list)
+    """Descriptors of locks that servers started by this process must inherit."""
     _told: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @property

@@ -189,6 +189,20 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
+    async def sleep(self) -> None:
+        """Release the memory of a paused engine on its device. Requests in flight keep their units. Only
+        `wake`, `device_bytes` and `stop` may follow. Needed only for `placement.share: time`."""
+        ...
+
+    async def wake(self) -> None:
+        """Restore the weights after `sleep`. The engine stays paused, so `load` may follow. `resume`
+        recomputes the KV of the requests in flight."""
+        ...
+
+    async def device_bytes(self) -> int | None:
+        """Return the memory that the engine uses on its device, or None if this is not known."""
+        ...
+
     async def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests now. Their calls return the units so far, with finish reason `abort`."""
         ...

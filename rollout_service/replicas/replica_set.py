@@ -49,6 +49,7 @@ from rollout_service.engines.base import (
     Tell,
     Weights,
 )
+from rollout_service.replicas.exchange import WATCH_S, StallDetector, UpdateStall, exchange
 from rollout_service.replicas.placement import PrefixAffinity, ReplicaLoad, choose, most_requests
 
 log = get_logger("replicas")
@@ -57,10 +58,6 @@ MAX_SENT_AGAIN = 3
 """If a live engine loses the same request more often than this, the engine counts as dead."""
 END_LIMIT_S = 15.0  # Seconds for the end of a lost engine; the rest of it ends with this process
 FETCH_PAUSE_S = 0.5
-WATCH_S = 0.5  # Seconds between two looks at an engine
-LONGEST_GAP_S = 5.0
-"""Longest time between two checks that counts as lack of progress. A longer gap usually means that the whole
-process was suspended."""
 
 Fetch = Callable[[], AbstractAsyncContextManager[Weights]]
 """Function that returns a context manager with the newest snapshot. The snapshot's files stay unchanged
@@ -73,74 +70,7 @@ class ReplicaGone(EngineError):
     restart_helps = True
 
 
-# --- the exchange of weights -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateStall:
-    """Seconds of one update during which an engine sampled nothing."""
-
-    pause_s: float = 0.0
-    load_s: float = 0.0
-    resume_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return self.pause_s + self.load_s + self.resume_s
-
-
-async def exchange(
-    engine: Engine, snapshot: Weights, loaded: Callable[[], None] = lambda: None
-) -> UpdateStall:
-    """Make `engine` serve `snapshot`. `loaded` is called before any unit of the new weights is sampled.
-
-    If `EngineError` is raised, the engine either still has the old weights or is lost. The engine is resumed
-    even if the load fails. An error during that resume is only logged, because it is usually a consequence of
-    the first error.
-    """
-    began_s = paused_s = time.monotonic()
-    try:
-        await engine.pause()
-        paused_s = time.monotonic()
-        await engine.load(snapshot)
-        loaded()
-    except BaseException as first:
-        try:
-            await engine.resume()
-        except Exception as error:  # the first error matters
-            log.warning("engine did not resume", error=str(error), after=f"{type(first).__name__}: {first}")
-        raise
-    loaded_s = time.monotonic()
-    await engine.resume()
-    return UpdateStall(paused_s - began_s, loaded_s - paused_s, time.monotonic() - loaded_s)
-
-
 # --- one replica -------------------------------------------------------------------------------------
-
-
-@dataclass
-class StallDetector:
-    """Detector of an engine that makes no progress. It reports an engine that has had requests for `limit_s`
-    without a break, and has neither sampled a token nor finished a request in that time. If two looks are
-    more than `LONGEST_GAP_S` apart, the excess does not count. Times are seconds of `clock`. Call `look`
-    every `WATCH_S`."""
-
-    limit_s: float
-    clock: Callable[[], float] = time.monotonic
-    _done: tuple[int, int] | None = None
-    _stuck_s: float = 0.0
-    _looked_s: float = 0.0
-
-    def look(self, *, tokens: int, requests: int, running: int, paused: bool) -> float | None:
-        """Return the seconds without progress once they reach the limit, and None before. `tokens` and
-        `requests` count the engine's work so far. Any change of these is progress."""
-        now_s, done = self.clock(), (tokens, requests)
-        gap_s, self._looked_s = now_s - self._looked_s, now_s
-        if done != self._done or not running or paused:
-            self._done, self._stuck_s = done, 0.0
-        else:
-            self._stuck_s += min(gap_s, LONGEST_GAP_S)
-        return self._stuck_s if self._stuck_s >= self.limit_s else None
 
 
 @dataclass(eq=False)
@@ -164,6 +94,8 @@ class EngineReplica:
         self._served_s: float | None = None
         self._recorded: VersionTag | None = None
         self._most_requests = 1
+        self.device = asyncio.Lock()
+        """Held while an engine of this replica starts again, and while its engine sleeps."""
 
     @property
     def has_room(self) -> bool:
@@ -278,6 +210,7 @@ class ReplicaSet:
     _affinity: PrefixAffinity = field(init=False, default_factory=PrefixAffinity)
     _updating: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     """Held during an exchange of weights, and while a restarted engine catches up."""
+    _awake: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _wake: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -289,6 +222,10 @@ class ReplicaSet:
         """Requests that wait because no replica has room: a heap, oldest lease first."""
         self._numbers = itertools.count()
         self._newest: Weights | None = None
+        self._offered: Weights | None = None  # Snapshot to load when the set wakes
+        self.pinned: Weights | None = None
+        """Snapshot that a restarted engine gets while an evaluation needs it, instead of the newest one."""
+        self._awake.set()
         self._revivals: set[asyncio.Task[None]] = set()
         self._failed: EngineError | None = None
         self._stopping = False
@@ -355,8 +292,11 @@ class ReplicaSet:
     async def exchange(self, snapshot: Weights) -> UpdateStall:
         """Make every live replica serve `snapshot`. Return the stall of the slowest replica. If a replica is
         lost during this, the others are not affected. Any other error is raised after all replicas have
-        finished."""
+        finished. A sleeping set takes the snapshot when it wakes."""
         async with self._updating:
+            if not self._awake.is_set():
+                self._offered = snapshot
+                await self._awake.wait()
             # A replica restarted with the newest snapshot already has it.
             behind = [r for r in self.replicas if r.serves and r.engine.version < snapshot.tag]
             updates = [self._exchange_one(replica, snapshot) for replica in behind]
@@ -379,6 +319,65 @@ class ReplicaSet:
             return UpdateStall()
         finally:
             self._admit_waiting()
+
+    # --- sleep ---------------------------------------------------------------------------------------
+
+    async def sleep(self) -> None:
+        """Release the memory of all replicas on their device. First wait for replicas that are starting.
+        Requests wait until `wake`, with the units sampled so far. A replica that cannot sleep is lost, and
+        starts again after `wake`."""
+        for replica in self.replicas:
+            await replica.device.acquire()
+        async with self._updating:
+            await asyncio.gather(*(self._sleep_one(each) for each in self.replicas if each.serves))
+            self._awake.clear()
+
+    async def woken(self, offered: Weights, limit_s: float) -> bool:
+        """Return whether the set is awake, after waiting at most `limit_s` for it. A set that wakes in this
+        time loads `offered` first, if it is newer."""
+        self._offered = offered
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._awake.wait(), limit_s)
+        return self._awake.is_set()
+
+    async def _sleep_one(self, replica: EngineReplica) -> None:
+        engine, replica.updating = replica.engine, True
+        try:
+            await engine.pause()
+            await engine.sleep()
+        except EngineError as error:
+            if not self._was_lost(replica, engine, error):
+                self._lose(replica, error)
+            await engine.stop()  # returns once the memory is free
+
+    async def wake(self) -> None:
+        """Restore the memory of the replicas after `sleep`. If a newer snapshot waits in `exchange`, load it
+        before the requests continue."""
+        await asyncio.gather(*(self._wake_one(each) for each in self.replicas if each.serves))
+        self._offered = None
+        self._awake.set()
+        for replica in self.replicas:
+            replica.device.release()
+
+    async def _wake_one(self, replica: EngineReplica) -> None:
+        engine, offered = replica.engine, self._offered
+        try:
+            await engine.wake()
+            if offered is not None and engine.version < offered.tag:
+                await replica.exchange(offered)
+            else:
+                await engine.resume()
+        except EngineError as error:
+            # If the engine lives, it has refused the snapshot. `exchange` tries again and raises the reason.
+            self._was_lost(replica, engine, error)
+        finally:
+            replica.updating = False
+            self._admit_waiting()
+
+    async def device_bytes(self) -> int | None:
+        """Return the memory that the replicas use on their device, or None if one of them cannot tell."""
+        each = await asyncio.gather(*(one.engine.device_bytes() for one in self.replicas if one.serves))
+        return None if None in each else sum(filter(None, each))
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -491,11 +490,12 @@ class ReplicaSet:
     async def _revive(self, replica: EngineReplica) -> None:
         try:
             while not replica.serves:
-                await replica.revive(self._snapshot)
-                try:
-                    await self._catch_up(replica)
-                except EngineError as error:
-                    replica.lose(error)
+                async with replica.device:
+                    await replica.revive(self._snapshot)
+                    try:
+                        await self._catch_up(replica)
+                    except EngineError as error:
+                        replica.lose(error)
         except Exception as error:  # nobody awaits this task, and its requests would wait forever
             if not isinstance(error, EngineError):
                 log.error("engine not started again", replica=replica.index, error=repr(error))
@@ -543,8 +543,8 @@ class ReplicaSet:
         """Yield the snapshot for an engine that starts. This is the newest snapshot, and the call waits for
         the trainer's answer however long that takes. Without a source (`newest`), it is the snapshot that the
         set serves."""
-        if self.newest is None:
-            yield self._served()
+        if self.newest is None or self.pinned is not None:
+            yield self.pinned or self._served()
             return
         stack, snapshot = AsyncExitStack(), None
         try:

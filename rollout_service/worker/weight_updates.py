@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
+from typing import Protocol
 
 from areal_async.base.errors import FaultError, RpcTimeout, SnapshotError
 from areal_async.base.log import get_logger
@@ -21,12 +22,24 @@ from areal_async.weights.receiver import Receiver
 from rollout_service import metrics
 from rollout_service.engines.base import EngineError, Weights
 from rollout_service.replicas import ReplicaSet
+from rollout_service.worker.device_turns import EngineTurns
 
 log = get_logger("updates")
 
 WAIT_MS = 10_000  # Longest wait of the publisher before it answers a request for a newer snapshot
 RETRY_PAUSE_S = 0.5
 FINISHED_PAUSE_S = 2.0
+RENEW_S = 5.0  # Seconds after which a snapshot for a sleeping engine is asked for again, or a newer one
+
+
+class Evaluations(Protocol):
+    """Evaluations on the engine of a worker (`rollout_service.evaluator.SharedEvaluations`)."""
+
+    async def first(self) -> Weights | None:
+        """Return the oldest snapshot that awaits its evaluation, or None."""
+
+    async def up_to(self, tag: VersionTag) -> None:
+        """Evaluate all pinned snapshots that are not newer than `tag`, in order."""
 
 
 @dataclass(eq=False)
@@ -37,6 +50,10 @@ class WeightUpdates:
     source: Receiver
     engine: ReplicaSet
     on_change: Callable[[], None] = lambda: None
+    turns: EngineTurns | None = None
+    """Turns of the engine on its device, if the trainer shares it in time."""
+    evaluations: Evaluations | None = None
+    """Evaluations on this engine. Each takes place before newer weights than its own are loaded."""
     retry_pause_s: float = RETRY_PAUSE_S
     finished_pause_s: float = FINISHED_PAUSE_S
     _offered: VersionTag | None = field(init=False, default=None)  # The last snapshot handled, usable or not
@@ -45,6 +62,14 @@ class WeightUpdates:
         """Wait for the first usable snapshot and start the engine with it."""
         while True:
             notice = await self._next()
+            if self.turns is not None:
+                await self.turns.take()
+                self._offered = None
+                notice = await self._next()  # again, because the turn may have come late
+            if self.evaluations is not None and (pinned := await self.evaluations.first()) is not None:
+                await self.engine.start(pinned)
+                self._offered = None
+                return pinned.tag
             if (snapshot := await self._open(notice)) is not None:
                 await self.engine.start(snapshot)
                 await acknowledge(self.source, notice.tag)
@@ -53,10 +78,21 @@ class WeightUpdates:
 
     async def run(self) -> None:
         """Load each newer snapshot, until cancelled. Raises errors that a retry cannot fix."""
+        snapshot: Weights | None = None
         while True:
             notice = await self._next()
-            if (snapshot := await self._open(notice)) is not None:
+            if snapshot is None or snapshot.tag != notice.tag:
+                if self.evaluations is not None:
+                    await self.evaluations.up_to(notice.tag)
+                snapshot = await self._open(notice)
+            if snapshot is None:
+                continue
+            if self.turns is None or await self.engine.woken(snapshot, RENEW_S):
                 await self._swap(notice.tag, snapshot)
+                snapshot = None
+            else:
+                # The publisher keeps an announced snapshot only for a limited time.
+                self._offered = self.engine.version
 
     async def _next(self) -> SnapshotNotice:
         over = False

@@ -192,6 +192,13 @@ class TrainingBackend(Protocol):
         ranks must iterate to the end together. A piece is valid until the next piece is requested, or until
         the next update."""
 
+    def sleep(self) -> int:
+        """Move the whole state of this rank from its device into host memory. Returns the bytes moved. Only
+        `wake` may follow. Back ends with the attribute `sleeps` have it; `placement.share` needs it."""
+
+    def wake(self) -> None:
+        """Bring the state back after `sleep`."""
+
     def prepare_save(self) -> None:
         """Start to allocate the host memory for `save`, so that the first checkpoint delays its step no
         longer than later ones. Called once, before the first step; returns immediately."""

@@ -41,6 +41,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from areal_async.base.device_turns import EVALUATION_LIMIT_S
 from areal_async.base.errors import FaultError
 from areal_async.base.events import failpoint, recording
 from areal_async.base.events import record as record_event
@@ -53,7 +54,15 @@ from areal_async.config.registry import LOSSES
 from areal_async.rpc.board import board
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures
-from areal_async.rpc.messages import Batch, Checkpointed, Commit, ExportLedger, OpenTrainer, Stats
+from areal_async.rpc.messages import (
+    Batch,
+    Checkpointed,
+    Commit,
+    ExportLedger,
+    NextBatch,
+    OpenTrainer,
+    Stats,
+)
 from areal_async.weights.snapshot import SnapshotInfo
 from trainer_service import metrics
 from trainer_service.algorithms.off_policy import EffectiveSamplesWatch
@@ -116,7 +125,7 @@ class RlTrainer:
         self._ranks, self._backend, self._run_log = training.ranks, training.backend, training.run_log
         self._run_dir, self._stopping = training.run_dir, training.stopping
         self._buffer, self._files, self._publisher = buffer, files, publisher
-        self._beside, self._samples = beside, samples
+        self._beside, self._samples, self._turns = beside, samples, training.turns
         self._policy = job.policy
         ranks = self._ranks
         for series in (metrics.STEP, metrics.TOKENS) if ranks.first else ():
@@ -161,13 +170,17 @@ class RlTrainer:
         if self._publisher is not None:
             self._publisher.prepare(self._backend.export(TRAINED_MODEL))
         self._finish(step, self._begin(step))
+        self._give_device()
         ready()
         for current in range(step, self._job.trainer.steps):
             if not self._one_step(current):
                 self._wait()
                 return False
         self._wait()
+        if self._turns is not None and not self._turns.take():
+            return False
         self._export()
+        self._give_device()
         finished = self._wait_for_evaluation() and self._wait_for_others()
         if self._ranks.first:
             self._states.disk.prune()
@@ -221,6 +234,14 @@ class RlTrainer:
         if self._ranks.first:
             record_event(event, policy=self._policy, epoch=self._epoch, **fields)
 
+    def _note_batch(self, batch: Batch) -> None:
+        self._note(
+            "batched",
+            step=batch.step,
+            groups=[group.group_id for group in batch.groups],
+            episodes=[[e.episode_id, e.min_version] for group in batch.groups for e in group.episodes],
+        )
+
     def _one_step(self, step: int) -> bool:
         begun_s = time.monotonic()
         board.follow_threads()
@@ -229,15 +250,13 @@ class RlTrainer:
         if batch is None:
             return False
         if self._ranks.first and recording():
-            self._note(
-                "batched",
-                step=step,
-                groups=[group.group_id for group in batch.groups],
-                episodes=[[e.episode_id, e.min_version] for group in batch.groups for e in group.episodes],
-            )
+            self._note_batch(batch)
         failpoint("trainer.after_batch")
         wait_s = time.monotonic() - begun_s
         phases = {"wait": wait_s}
+        if not self._has_turn(step, phases):
+            return False
+        wait_s = sum(phases.values())
         plan = self._learner.plan(batch, step)
         fetch_s = time.monotonic()
         blobs = self._loader.fetch(self._learner.episodes_of(plan))
@@ -276,7 +295,32 @@ class RlTrainer:
             updates, save = self._backend.updates, self._learner.save
             state = TrainerState(done, self._epoch, updates, save, committed.result, durable)
             self._states.leave(place, state)
+        if self._turns is not None:
+            self._turns.stepped(lambda: self._is_ready(done))
         return True
+
+    def _has_turn(self, step: int, phases: dict[str, float]) -> bool:
+        """Take the device for `step`, if the engines share it, and add the phase `turn`. Returns False if
+        asked to stop earlier."""
+        if self._turns is None:
+            return True
+        begun_s = time.monotonic()
+        left = self._job.trainer.steps - step
+        self._turns.collect(lambda: self._buffer.call(Stats()), self._job.buffer.batch_groups, left)
+        taken = self._turns.take()
+        phases["turn"] = time.monotonic() - begun_s
+        return taken
+
+    def _is_ready(self, step: int) -> bool:
+        """Return whether the batch of `step` is ready now."""
+        if step >= self._job.trainer.steps:
+            return False
+        answer = self._buffer.call(NextBatch(self._policy, self._epoch, step, 0))
+        return isinstance(answer, Batch)
+
+    def _give_device(self) -> None:
+        if self._turns is not None:
+            self._turns.give()
 
     def _train(self, batch: Batch, plan: StepPlan, blobs: FetchedBytes) -> StepResult:
         """Train on a batch, and write its samples and recordings."""
@@ -411,7 +455,8 @@ class RlTrainer:
                 who = {"receiver": ack.receiver, "tag": ack.tag}
                 log.warning("a receiver refused a snapshot", **who, error=ack.error)
         metrics.VERSION.labels(self._policy).set(version)
-        board.figures = lambda: ServiceFigures(version)
+        turns = self._turns
+        board.figures = lambda: ServiceFigures(version, doing=turns.told() if turns is not None else "")
 
     def _durable(self, step: int) -> None:
         """Tell the buffer that the checkpoint of `step` has its final name, so that the buffer may free the
@@ -438,10 +483,10 @@ class RlTrainer:
         publisher = self._publisher
         if not isinstance(publisher, Publisher):
             return True
-        served = self._served_until(lambda: publisher.wait_evaluated(0.2), FINAL_EVALUATION_S)
+        limit_s = FINAL_EVALUATION_S if self._turns is None else EVALUATION_LIMIT_S
+        served = self._served_until(lambda: publisher.wait_evaluated(0.2), limit_s)
         if served and publisher.pending_evaluations():
-            told = "the evaluator did not finish with the last snapshots"
-            log.warning(told, waited_s=FINAL_EVALUATION_S)
+            log.warning("the evaluator did not finish with the last snapshots", waited_s=limit_s)
         return served
 
     def _wait_for_others(self) -> bool:

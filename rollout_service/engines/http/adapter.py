@@ -185,6 +185,10 @@ class ServerSettings:
     log_path: Path = Path("server.log")
     """Log file of a server started here."""
     patience: Patience = PATIENCE
+    sleeps: bool = False
+    """Whether a server started here must be able to release its memory."""
+    held_fds: tuple[int, ...] = ()
+    """Descriptors that a server started here inherits. Their locks last at least as long as the server."""
 
     def __post_init__(self) -> None:
         if (self.url is None) == (self.python is None):
@@ -224,6 +228,8 @@ def settings_of(
         must_route=rollout.routes == "replay",
         interface=interface_of(place.host.address) if place and job.weights.channel == "nccl" else "",
         log_path=logs / f"{owner}-{rollout.engine.rpartition(':')[2]}-{replica}.log",
+        sleeps=job.placement.share == "time",
+        held_fds=tuple(place.held_fds) if place is not None else (),
     )
 
 
@@ -422,6 +428,17 @@ class ServerAdapter(ABC):
     async def restore(self, client: ServerClient, weights: Directory) -> None:
         """Load the old weights again after a failed load. Raises `EngineError`."""
         raise EngineError(f"{self.title} cannot go back to them")
+
+    # --- sleep -----------------------------------------------------------------------------------------
+
+    async def sleep(self, client: ServerClient) -> None:
+        """Make the paused server release KV cache, weights and graphs. It keeps a copy of the weights in host
+        memory, and the requests in flight with their units. Raises `EngineError`."""
+        raise EngineError(f"{self.title} cannot release its memory")
+
+    async def wake(self, client: ServerClient) -> None:
+        """Make the server restore its memory. It samples nothing until `resume`."""
+        raise EngineError(f"{self.title} cannot release its memory")
 
     # --- watching and closing -----------------------------------------------------------------------------
 

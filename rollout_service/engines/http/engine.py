@@ -48,7 +48,7 @@ from rollout_service.engines.http.adapter import (
     read_layout,
 )
 from rollout_service.engines.http.client import ServerClient
-from rollout_service.engines.http.process import Liveness, ServerProcess, attached, started
+from rollout_service.engines.http.process import Liveness, ServerProcess, attached, started, used_bytes
 
 log = get_logger("engine")
 
@@ -325,6 +325,22 @@ class HttpEngine:
         await self._command(self._adapter.resume(self._client()))
         self._paused = False
         self._calls.let_go()
+
+    async def sleep(self) -> None:
+        """Make the paused server release its memory. If it fails, the engine is lost and the server is
+        killed, so the memory is free in any case."""
+        self._check_serving()
+        await self._command(self._adapter.sleep(self._client()))
+
+    async def wake(self) -> None:
+        self._check_serving()
+        await self._command(self._adapter.wake(self._client()))
+
+    async def device_bytes(self) -> int | None:
+        """Return the memory in use on the server's GPUs, by all processes there, as the driver reports it. On
+        a CPU, return the resident memory of the server's processes. None for an attached server."""
+        process = self._server.process if self._server is not None else None
+        return None if process is None else await asyncio.to_thread(used_bytes, process, self._settings.gpus)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         self._calls.abort(request_ids)

@@ -13,11 +13,16 @@ import asyncio
 import os
 import secrets
 import socket
+import subprocess
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from areal_async.base.addresses import LOOPBACK
 from areal_async.base.gpus import children_on, cpus_near
@@ -41,6 +46,7 @@ STARTS = 2  # Attempts to start a server, because the port may be taken before t
 PORT_TAKEN = "ddress already in use"
 ATTACH_PAUSE_S = 0.2
 UNAUTHORIZED = 401
+QUERY_LIMIT_S = 10.0  # Longest wait for the driver's report of used memory
 
 
 def free_port() -> int:
@@ -61,16 +67,18 @@ class ServerProcess(ChildProcess):
         environment: Variables,
         log_path: Path,
         cpus: frozenset[int] = frozenset(),
+        held_fds: Sequence[int] = (),
     ) -> None:
         """Start `argv` with exactly `environment`, on these CPUs if there are any. The output is appended to
-        `log_path`."""
+        `log_path`. The guard of the process group inherits `held_fds`."""
         self.name = name
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_from = log_path.stat().st_size if log_path.exists() else 0
         try:
             with children_on(cpus):
-                super().__init__(argv, environment=environment, output=log_path, on_orphaned="kill_group")
+                fates: dict[str, Any] = {"on_orphaned": "kill_group", "pass_fds": held_fds}
+                super().__init__(argv, environment=environment, output=log_path, **fates)
         except OSError as error:
             raise EngineError(f"{name} cannot be started: {error}") from error
 
@@ -105,6 +113,26 @@ class ServerProcess(ChildProcess):
             raise
         finally:
             board.waits("server", "")
+
+
+def used_bytes(process: ServerProcess, gpus: Sequence[str]) -> int | None:
+    """Return the memory in use on `gpus`, as the driver reports it. Without GPUs, return the resident memory
+    of the server's process group. None if the driver's tool is missing. Blocks for a moment."""
+    if gpus:
+        ask = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        ask.append(f"--id={','.join(gpus)}")
+        try:
+            told = subprocess.run(ask, capture_output=True, timeout=QUERY_LIMIT_S, check=True)
+            return sum(int(line) << 20 for line in told.stdout.split())  # in MiB
+        except (OSError, ValueError, subprocess.SubprocessError):
+            return None
+    found = 0
+    with suppress(psutil.Error):
+        leader = psutil.Process(process.pid)
+        for each in (leader, *leader.children(recursive=True)):
+            with suppress(psutil.Error):  # it has just ended
+                found += each.memory_info().rss
+    return found
 
 
 @dataclass(eq=False)
@@ -157,7 +185,7 @@ async def started(
         # `keyed.py` runs the module instead, and checks the key.
         command[command.index("-m")] = keyed.__file__
         variables, cpus = {**environment, keyed.VARIABLE: key}, cpus_near(settings.gpus)
-        process = ServerProcess(name, command, variables, settings.log_path, cpus)
+        process = ServerProcess(name, command, variables, settings.log_path, cpus, settings.held_fds)
         url = f"http://{LOOPBACK}:{port}"
         client = ServerClient(f"{name} at {url}", url, key=key)
         try:

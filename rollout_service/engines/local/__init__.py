@@ -12,6 +12,7 @@ from areal_async.service.context import ServiceContext
 
 
 class Local(EnginePart):
+    sleeps = True
     logprob_bounds = LOGPROB_BOUNDS
     no_routes = ""
     no_group = "the engine is torch in the worker's own process, and reads the trainer's shared memory anyway"

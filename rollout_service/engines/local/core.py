@@ -76,16 +76,19 @@ class EngineCore:
         self._text = Detokenizer(self.model.tokenizer, self.model.eos_ids)
         self._eos = np.zeros(self.model.vocab_size, np.bool_)
         self._eos[[i for i in self.model.eos_ids if i < self.model.vocab_size]] = True
-        self._stale_kv = False
+        self._stale_kv = self._lost_kv = False
         self._reset()
 
     def _reset(self) -> None:
         self._table = RequestTable(self.slots, self.max_model_len, self.model.mixture)
         self._kv = SlotKV(self.slots, self.max_model_len, self.model.device)
-        self._graphs = DecodeGraphs(self.model, self._kv) if self.model.device.type == "cuda" else None
+        self._graphs = self._new_graphs()
         self._active = np.empty(0, np.int64)  # Slots of the requests being computed
         self._row = np.zeros(self.slots, np.int64)
         """Row of each slot. It has all tokens of the slot's request except the newest."""
+
+    def _new_graphs(self) -> DecodeGraphs | None:
+        return DecodeGraphs(self.model, self._kv) if self.model.device.type == "cuda" else None
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -166,13 +169,30 @@ class EngineCore:
         self.tag = snapshot.tag
         self._stale_kv = True
 
+    def sleep(self) -> None:
+        """Drop the KV cache and move the weights off the device. Requests stay with their units."""
+        self._kv = SlotKV(self.slots, self.max_model_len, self.model.device)
+        self._graphs = None
+        self.model.leave_device()
+        self._lost_kv = True
+
+    def wake(self) -> None:
+        """Restore the weights. `rebuild` then recomputes the KV."""
+        self.model.return_to_device()
+        self._graphs = self._new_graphs()
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the KV cache, and of the weights on a GPU. On a CPU, the weights are the snapshot's own
+        memory."""
+        return self._kv.size_bytes + self.model.device_bytes
+
     def rebuild(self) -> None:
-        """Recompute the KV of everything in flight under the weights of the last `swap` (mode
-        `recompute`)."""
-        if not self._stale_kv:
-            return
-        self._stale_kv = False
-        if self.update_mode == "keep":
+        """Recompute the KV of everything in flight, if it was dropped, or if it is of older weights and the
+        mode is `recompute`."""
+        stale = self._lost_kv or (self._stale_kv and self.update_mode == "recompute")
+        self._stale_kv = self._lost_kv = False
+        if not stale:
             return
         rows, first = np.unique(self._row[self._active], return_index=True)
         # The newest token is not in the cache yet. The next decode step computes it, under the new weights

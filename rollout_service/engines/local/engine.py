@@ -157,6 +157,15 @@ class LocalEngine:
 
         await self._call(resume)
 
+    async def sleep(self) -> None:
+        await self._call(lambda: self._started().sleep())
+
+    async def wake(self) -> None:
+        await self._call(lambda: self._started().wake())
+
+    async def device_bytes(self) -> int | None:
+        return await self._call(lambda: self._started().device_bytes)
+
     async def abort(self, request_ids: Iterable[str]) -> None:
         wanted = list(request_ids)
         await self._call(lambda: self._deliver(self._started().abort(wanted)))

@@ -40,6 +40,10 @@ class SlotKV:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(each.nbytes for side in (self.keys, self.values) for each in side.values())
+
     def reserve(self, length: int) -> None:
         """Make room for `length` positions in every row, and keep the stored values."""
         if length <= self.length:

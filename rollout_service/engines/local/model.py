@@ -18,6 +18,7 @@ from areal_async.models.answers import end_ids
 from areal_async.models.files import Mixture
 from areal_async.models.routers import routers_of, tried
 from areal_async.weights.names import BoxOfFile, NamesMismatch, Storage, storage_of
+from areal_async.weights.parking import ParkingPlace
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.local.kv import ATTENTION, Decode, Prefill, SlotKV, Slots
 
@@ -67,6 +68,7 @@ class LocalModel:
         """The model's mixture, if `experts` can be recorded."""
         self._shapes: Mapping[str, tuple[int, ...]] = {}
         self._storage: Mapping[str, Storage] = {}  # Memory for snapshots with tensors of these shapes
+        self._parking = ParkingPlace()
 
     def hidden(self, ids_BT: Tensor, position_BT: Tensor, slots: Slots) -> Tensor:
         """Return the last hidden states `[B, T, E]` of a pass that reads and writes the cache through
@@ -111,6 +113,22 @@ class LocalModel:
                 continue
             for piece in held.pieces(parameter.data, 0):
                 piece.tensor.copy_(tensors[piece.name][piece.box])
+
+    def _on_gpu(self) -> list[Tensor]:
+        held = (*self.model.parameters(), *self.model.buffers())
+        return [each.data for each in held if each.device.type != "cpu"]
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the weights on a GPU now."""
+        return sum(each.nbytes for each in self._on_gpu()) - self._parking.away_bytes
+
+    def leave_device(self) -> None:
+        """Move the weights into host memory. Weights on a CPU stay where they are."""
+        self._parking.leave(self._on_gpu())
+
+    def return_to_device(self) -> None:
+        self._parking.come_back()
 
     @exact_products()
     def check(self) -> None:

@@ -20,6 +20,7 @@ QUANTISED = (
 
 class SGLang(EnginePart):
     is_server = True
+    sleeps = True
     needs = "directory"
     update_modes = frozenset({"recompute", "keep", "session"})
     logprob_bounds = LOGPROB_BOUNDS

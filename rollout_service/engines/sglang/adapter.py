@@ -34,7 +34,7 @@ from rollout_service.engines.http.adapter import (
     command_line,
     server_variables,
 )
-from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.http.client import CONTROL_TIMEOUT_S, ServerClient
 from rollout_service.engines.sglang.messages import (
     CONTEXT_MARGIN,
     PAUSE_MODES,
@@ -98,6 +98,9 @@ def command(launch: Launch) -> list[str]:
         "enable-return-routed-experts": settings.mixture is not None,
         "device": settings.device.partition(":")[0],
     }
+    if settings.sleeps and settings.device != "cpu":
+        # On a CPU, the package that releases memory does not exist. The server takes the calls all the same.
+        flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
     if settings.device == "cpu":
         room = settings.slots * (launch.max_model_len + CONTEXT_MARGIN)
         flags |= {
@@ -140,6 +143,9 @@ def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 READING_TIMEOUT_S = 10.0
+MEMORY_TIMEOUT_S = 600.0  # Limit for moving the weights to host memory or back
+MEMORY_TAGS = ["kv_cache", "weights", "cuda_graph"]
+"""All kinds of memory that the server can release, by its own names."""
 
 
 class RankLoad(msgspec.Struct):
@@ -245,6 +251,15 @@ class SGLangAdapter(ServerAdapter):
     async def resume(self, client: ServerClient) -> None:
         await _command(client, "/continue_generation", {"torch_empty_cache": False})
 
+    async def sleep(self, client: ServerClient) -> None:
+        # A pause in place keeps requests in the batch, and the server would end at the next call. Retracted
+        # requests wait in its queue without KV.
+        await _command(client, "/pause_generation", {"mode": PAUSE_MODES["recompute"]})
+        await _command(client, "/release_memory_occupation", {"tags": MEMORY_TAGS}, MEMORY_TIMEOUT_S)
+
+    async def wake(self, client: ServerClient) -> None:
+        await _command(client, "/resume_memory_occupation", {"tags": MEMORY_TAGS}, MEMORY_TIMEOUT_S)
+
     async def load(self, client: ServerClient, weights: Directory) -> None:
         load = self._receiver.load if self._receiver is not None else load_directory
         await load(client, weights, flush=self._flush, timeout_s=self.settings.ready_s)
@@ -265,7 +280,9 @@ class SGLangAdapter(ServerAdapter):
             await self._receiver.close()
 
 
-async def _command(client: ServerClient, path: str, body: object) -> None:
-    status, content = await client.request("POST", path, body)
+async def _command(
+    client: ServerClient, path: str, body: object, timeout_s: float = CONTROL_TIMEOUT_S
+) -> None:
+    status, content = await client.request("POST", path, body, timeout_s=timeout_s)
     if status != 200:
         raise EngineError(f"{client.name} answered {path} with {status}: {content[:300]!r}")

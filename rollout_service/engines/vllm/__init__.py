@@ -18,6 +18,7 @@ OFFLOADED = "a reload does not reach weights that are kept outside the GPU"
 
 class Vllm(EnginePart):
     is_server = True
+    sleeps = True
     needs = "directory"
     update_modes = frozenset({"recompute", "keep", "session"})
     logprob_bounds = LOGPROB_BOUNDS

@@ -110,6 +110,9 @@ def command(launch: Launch) -> list[str]:
         "scheduling-policy": "priority",
         "disable-uvicorn-access-log": True,
     }
+    if settings.sleeps and settings.device != "cpu":
+        # On a CPU, the server refuses the flag, but it takes the calls and changes its state.
+        flags["enable-sleep-mode"] = True
     if settings.device == "cpu":
         if settings.dtype != "float32":
             raise EngineError(
@@ -163,6 +166,10 @@ class VllmStatus(msgspec.Struct):
     status: str
 
 
+class Sleeping(msgspec.Struct):
+    is_sleeping: bool
+
+
 class Success(msgspec.Struct):
     success: bool
 
@@ -184,6 +191,8 @@ class VllmAdapter(ServerAdapter):
         super().__init__(model, settings)
         self._scratch = scratch
         self._owner = ""
+        self._lacks_kv = False
+        """Whether the server has slept and not got its KV cache back yet."""
 
     def command(self, launch: Launch) -> list[str]:
         return command(launch)
@@ -192,7 +201,7 @@ class VllmAdapter(ServerAdapter):
         return variables(launch, inherited)
 
     async def open(self, client: ServerClient, weights: Directory) -> str:
-        self._owner = secrets.token_hex(4)
+        self._owner, self._lacks_kv = secrets.token_hex(4), False
         release = await probe(client, max_model_len=self.max_model_len, tied=is_tied(weights.path))
         if self.settings.url is not None:
             if self.settings.device == "cpu" and is_mixture(self.model):
@@ -241,7 +250,22 @@ class VllmAdapter(ServerAdapter):
         await _control(client, "/pause?mode=keep&clear_cache=false", VllmStatus)
 
     async def resume(self, client: ServerClient) -> None:
+        if self._lacks_kv:
+            # The last part of a sleeping server's memory. The server then samples again.
+            await _control(client, "/wake_up?tags=kv_cache", VllmStatus, timeout_s=RELOAD_TIMEOUT_S)
+            self._lacks_kv = False
         await _control(client, "/resume", VllmStatus)
+
+    async def sleep(self, client: ServerClient) -> None:
+        # Level 1 keeps the weights in host memory. Requests are kept too, without their KV.
+        await _control(client, "/sleep?level=1&mode=keep", VllmStatus, timeout_s=RELOAD_TIMEOUT_S)
+        if not (await client.get("/is_sleeping", Sleeping)).is_sleeping:
+            raise EngineError("the server did not fall asleep")
+        self._lacks_kv = True
+
+    async def wake(self, client: ServerClient) -> None:
+        # With its KV cache too, it would begin to sample before newer weights can be loaded.
+        await _control(client, "/wake_up?tags=weights", VllmStatus, timeout_s=RELOAD_TIMEOUT_S)
 
     async def prepare(self, client: ServerClient | None, weights: Directory) -> Directory:
         if client is not None and not (await client.get("/is_paused", Paused)).is_paused:

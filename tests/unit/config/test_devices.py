@@ -114,6 +114,10 @@ def test_an_engine_has_as_many_gpus_as_its_parallel_sizes_say(engine, arguments,
         ("rollout: {device: 'cuda:2'}", 2, "rollout.device", "needs 3, and 2 are visible"),
         ("trainer: {device: 'cuda:1'}", 1, "trainer.device", "needs 2, and 1 are visible"),
         ("evaluation: {device: cuda}", 0, "evaluation.device", "needs 1, and 0 are"),
+        (
+            "{placement: {share: time}, rollout: {device: cuda}, trainer: {device: cuda}}",
+            *(2, "placement.share", "nothing is shared: 2 GPUs are visible"),
+        ),
         ("trainer: {device: cuda, ranks: 4}", 3, "trainer.device", "needs 4, and 3 are visible"),
         ("trainer: {device: 'cuda:2', ranks: 2}", 3, "trainer.device", "needs 4, and 3 are visible"),
         (
@@ -131,6 +135,12 @@ def test_what_the_gpus_are_too_few_for_is_named(job, visible, field, words):
     (mistake,) = device_mistakes(job_with(**parse_yaml(job)), visible)
     assert mistake.field == field
     assert words in mistake.problem
+
+
+@pytest.mark.parametrize(("device", "visible"), [("cuda", 1), ("cuda:1", 2), ("cpu", 0)])
+def test_trainer_and_engine_may_share_one_device_in_time(device, visible):
+    sections = {"rollout": {"device": device}, "trainer": {"device": device}, "placement": {"share": "time"}}
+    assert not list(device_mistakes(job_with(**sections), visible))
 
 
 def test_a_cpu_needs_none_and_servers_that_run_already_have_their_own():

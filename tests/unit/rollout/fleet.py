@@ -44,7 +44,7 @@ class FakeServer:
         self.index = index
         self.fleet = fleet
         self.version = VersionTag("policy", 0, -1)
-        self.up = False
+        self.up = self.asleep = False
         self.dead = False
         self.tokens = self.requests = self.decoded = 0
         self.running: dict[str, asyncio.Future[None]] = {}
@@ -104,6 +104,21 @@ class FakeServer:
         if self.dead:
             raise EngineLost("the server is gone")
 
+    async def sleep(self) -> None:
+        self.journal.append("sleep")
+        if self.dead or self.index in self.fleet.sleepless:
+            raise EngineLost("the server is gone") if self.dead else EngineError("it cannot sleep")
+        self.asleep = True
+
+    async def wake(self) -> None:
+        self.journal.append("wake")
+        if self.dead:
+            raise EngineLost("the server is gone")
+        self.asleep = False
+
+    async def device_bytes(self) -> int | None:
+        return 0 if self.asleep or self.dead or not self.up else 7
+
     async def abort(self, request_ids: Iterable[str]) -> None:
         self.journal.append(f"abort {' '.join(request_ids)}")
 
@@ -139,6 +154,8 @@ class Fleet:
         """Every request as it began: replica and id."""
         self.start_errors: list[EngineError] = []
         self.misfits: set[int] = set()
+        self.sleepless: set[int] = set()
+        """Replicas whose server refuses to sleep."""
         self.set = ReplicaSet(self._make, count, **({"restarts": AT_ONCE} | how))
 
     def _make(self, index: int) -> Any:

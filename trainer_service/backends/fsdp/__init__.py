@@ -19,6 +19,7 @@ class Fsdp:
 
     trains_adapters = True
     replays_routes = True
+    sleeps = True
     axes = ("data", "shard", "sequence")
 
     class Arguments(Section):

@@ -22,6 +22,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal_async.config.parallel import RankGrid
+from areal_async.weights.parking import ParkingPlace
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import (
     LOGP,
@@ -71,7 +72,7 @@ class FsdpBackend(NamedModels[HeldModel]):
                 ranks, mesh=DeviceMesh(ranks.device.type, numbers, mesh_dim_names=("data", "shard"))
             )
         self._ranks = ranks
-        self._copies = HostCopies()
+        self._copies, self._parking = HostCopies(), ParkingPlace()
         self._options = FsdpOptions(**options)
         self._models = {
             name: HeldModel(name, use, ranks, self._options, shards_count=self._shards_count, shared=shared)
@@ -105,6 +106,12 @@ class FsdpBackend(NamedModels[HeldModel]):
 
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
         return self._models[model].loaded.pieces(self._ranks, self._options.dtype, gather=gather)
+
+    def sleep(self) -> int:
+        return self._parking.leave(each for model in self._models.values() for each in model.on_device())
+
+    def wake(self) -> None:
+        self._parking.come_back()
 
     def reads(self, files: Collection[str]) -> Collection[str]:
         end = shard_end(self._shard_rank, self._shards_count)

@@ -7,7 +7,7 @@ change and have the dtype of the computation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,6 +145,14 @@ class HeldModel(ChangingModel):
         copy return tensors."""
         moments = self._adamw.moments() if self._adamw is not None else {}
         return self._kinds(moments) if self._is_first_copy else {}
+
+    def on_device(self) -> Iterator[Tensor]:
+        """Yield all tensors of this rank that take memory on its device between two steps."""
+        for held in (*self.module.parameters(), *self.module.buffers()):
+            yield _local(held) if isinstance(held, DTensor) else held.detach()
+        yield from (shard.detach() for shard in self.shards.values())
+        if self._adamw is not None and not self._adamw.offload:
+            yield from (each for values in self._adamw.moments().values() for each in values.values())
 
     def write(self, folder: Path, kind: str, values: Mapping[str, Tensor]) -> dict[str, FileEntry]:
         return write_shard(folder, kind, values, self.rows, *self._place)

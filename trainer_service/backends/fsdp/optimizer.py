@@ -35,7 +35,7 @@ class ShardedAdamW:
     def __init__(
         self, shards: Mapping[str, nn.Parameter], section: OptimizerSection, *, offload: bool
     ) -> None:
-        self._shards, self._offload, self._updates = shards, offload, 0
+        self._shards, self.offload, self._updates = shards, offload, 0
         self._streams = list(_streams(shards)) if offload else []
         whole = [list(shards.values())]
         settings: Any = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
@@ -49,7 +49,7 @@ class ShardedAdamW:
         have waited for the device, for example to read a norm of the updated shards."""
         for part in self._parts:
             part.param_groups[0]["lr"] = lr
-        if not self._offload:
+        if not self.offload:
             self._parts[0].step()
         for part, stream in zip(self._parts, self._streams, strict=False):
             self._stream(part, stream)
@@ -78,7 +78,7 @@ class ShardedAdamW:
         the optimizer's own tensors."""
         if not self._updates:
             return {}
-        if self._offload:
+        if self.offload:
             return {m: {name: held[m] for name, held in self._host.items()} for m in MOMENTS}
         state = self._parts[0].state
         return {m: {name: state[shard][m] for name, shard in self._shards.items()} for m in MOMENTS}
@@ -90,7 +90,7 @@ class ShardedAdamW:
         for held in self._host.values():
             for values in held.values():
                 values.zero_()
-        if not self._offload:
+        if not self.offload:
             self._parts[0].state.clear()
             for shard in self._shards.values() if updates else ():
                 self._parts[0].state[shard] = self._state_of(shard, self._zeros(shard), updates)
@@ -100,7 +100,7 @@ class ShardedAdamW:
         return [nn.Parameter(self._shards[name].detach().view(-1)[where]) for name, where in stream]
 
     def _zeros(self, shard: nn.Parameter) -> dict[str, Tensor]:
-        if not self._offload:
+        if not self.offload:
             return {moment: torch.zeros_like(shard, requires_grad=False) for moment in MOMENTS}
         pinned = shard.device.type == "cuda"  # Copies from pageable memory go through a small buffer
         return {moment: torch.zeros(shard.shape, pin_memory=pinned) for moment in MOMENTS}
