@@ -98,7 +98,8 @@ def installed(wanted: Mapping[str, str], places: list[str] | None = None) -> dic
             if places is None:
                 found[name] = metadata.version(name)
             else:
-                found |= {name: one.version for one in metadata.distributions(name=name, path=places)}
+                for one in metadata.distributions(name=name, path=places):
+                    found[name] = one.version
     return found
 
 
