@@ -27,7 +27,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "deploy"))
-import pins  # noqa: E402
+import pins  # type: ignore[import-not-found] # noqa: E402
 
 WHEELS = ROOT / "tests" / "deploy" / "wheels.json"
 COMMANDS: Mapping[str, str] = {

@@ -98,8 +98,8 @@ def installed(wanted: Mapping[str, str], places: list[str] | None = None) -> dic
             if places is None:
                 found[name] = metadata.version(name)
             else:
-                (one,) = [*metadata.distributions(name=name, path=places)][:1] or [None]
-                found |= {name: one.version} if one else {}
+                for one in metadata.distributions(name=name, path=places):
+                    found[name] = one.version
     return found
 
 
