@@ -87,7 +87,7 @@ class TrainerTurns:
     def collect(self, stats: Callable[[], BufferStats], batch_groups: int, steps_left: int) -> None:
         """Wait until enough batches for a turn are ready, one of which the caller has, or until no more can
         become ready. Does nothing within a turn."""
-        length, patience = min(self.length, steps_left), Patience(time.monotonic())
+        length, patience = min(self.length, steps_left), CollectLimit(time.monotonic())
         if self.has_device or length == 1:
             return
         with board.waiting("turn", f"{length} batches for a turn on the device"):
@@ -110,7 +110,7 @@ class TrainerTurns:
 
 
 @dataclass
-class Patience:
+class CollectLimit:
     """Limit of the time in which batches are collected and no group becomes ready."""
 
     since_s: float
