@@ -106,7 +106,8 @@ class TrainerTurns:
         """Return a text about the turns."""
         share = self._switches_s / max(1e-9, time.monotonic() - self._begun_s)
         where = "on the device" if self.has_device else "off the device"
-        return f"{where}, turns of {self.length} steps, {share:.1%} of the time in switches"
+        steps = f"{self.length} step{'s' * (self.length > 1)}"
+        return f"{where}, turns of {steps}, {share:.1%} of the time in switches"
 
 
 @dataclass
