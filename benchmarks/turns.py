@@ -48,7 +48,7 @@ from replay_buffer.simulation.costs import (
 from replay_buffer.simulation.engine import SimulatedEngine
 from replay_buffer.simulation.job import SimulatedJob
 from replay_buffer.simulation.world import MeasuredWorld, Shape
-from trainer_service.loop.device_turns import COLLECT_LOOK_S, Patience, is_enough
+from trainer_service.loop.device_turns import COLLECT_LOOK_S, CollectLimit, is_enough
 
 GROUPS, SAMPLES, ETAS = 32, 8, (1, 4)
 SLOTS = 256
@@ -171,9 +171,9 @@ class TurnsWorld(MeasuredWorld):
         if self._has_device:
             self._step()
         else:
-            self._collect(Patience(self._clock.now_ms / 1000))
+            self._collect(CollectLimit(self._clock.now_ms / 1000))
 
-    def _collect(self, patience: Patience) -> None:
+    def _collect(self, patience: CollectLimit) -> None:
         stats = self.job.stats()
         enough = self.length == 1 or is_enough(stats, self._batch, self.length)
         if not enough and not patience.is_over(stats, self._clock.now_ms / 1000):

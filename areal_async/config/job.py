@@ -73,7 +73,7 @@ class ShapeSection(Section):
 
 
 class PlacementSection(Section):
-    """Placement of the job's processes. On one machine only `pretend` has an effect."""
+    """Placement of the job's processes. On one machine only `pretend` and `share` have an effect."""
 
     buffer: ShapeSection = ShapeSection()
     trainer: ShapeSection = ShapeSection()

@@ -59,10 +59,11 @@ def code_folders(job: JobConfig) -> list[Path]:
 def content_of(role: Role, job: JobConfig) -> list[str]:
     """Return the fields of the job whose content a process of this role needs on its host."""
     tasks = ["tasks.train", "tasks.evaluation"] if job.kind != "rl" else []
+    shares = job.placement.share is not None and job.tasks.evaluation is not None
     fields: Mapping[Role, list[str]] = {
         "buffer": ["tasks.train"],
         "trainer": ["model", *OF_TRAINER, *tasks],
-        "rollout": ["model"],
+        "rollout": ["model", *(["tasks.evaluation"] if shares else [])],
         "evaluator": ["model", "tasks.evaluation"],
         "reward": [],
     }

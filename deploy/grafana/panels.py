@@ -277,6 +277,18 @@ ROLLOUT = Board(
                     {"{{process}}": "areal_rollout_unsent_episodes{<job>}"},
                     low=0,
                 ),
+                Panel(
+                    "Memory on a shared device",
+                    "In use at the last turn, with the engine awake and asleep (placement.share).",
+                    {"{{state}} {{process}}": "areal_rollout_engine_memory_bytes{<job>}"},
+                    unit="bytes",
+                    low=0,
+                ),
+                share(
+                    "Switches of a shared device",
+                    "Share of time in which the engine released or restored its memory.",
+                    {"{{process}}": "rate(areal_rollout_switch_seconds_total{<job>}[<rate>])"},
+                ),
             ),
         ),
         Row(

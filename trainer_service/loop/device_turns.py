@@ -87,7 +87,7 @@ class TrainerTurns:
     def collect(self, stats: Callable[[], BufferStats], batch_groups: int, steps_left: int) -> None:
         """Wait until enough batches for a turn are ready, one of which the caller has, or until no more can
         become ready. Does nothing within a turn."""
-        length, patience = min(self.length, steps_left), Patience(time.monotonic())
+        length, patience = min(self.length, steps_left), CollectLimit(time.monotonic())
         if self.has_device or length == 1:
             return
         with board.waiting("turn", f"{length} batches for a turn on the device"):
@@ -106,11 +106,12 @@ class TrainerTurns:
         """Return a text about the turns."""
         share = self._switches_s / max(1e-9, time.monotonic() - self._begun_s)
         where = "on the device" if self.has_device else "off the device"
-        return f"{where}, turns of {self.length} steps, {share:.1%} of the time in switches"
+        steps = f"{self.length} step{'s' * (self.length > 1)}"
+        return f"{where}, turns of {steps}, {share:.1%} of the time in switches"
 
 
 @dataclass
-class Patience:
+class CollectLimit:
     """Limit of the time in which batches are collected and no group becomes ready."""
 
     since_s: float

@@ -11,7 +11,7 @@ from areal_async.rpc.messages import BufferStats
 from tests.unit.trainer.test_fsdp import OPTIMIZER, _batch, _rows, _slope, _weights
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
-from trainer_service.loop.device_turns import Patience, TrainerTurns, is_enough
+from trainer_service.loop.device_turns import CollectLimit, TrainerTurns, is_enough
 from trainer_service.ranks import join_ranks
 
 
@@ -152,7 +152,7 @@ def test_batches_are_collected_only_before_a_turn_of_several(tmp_path):
 
 
 def test_collecting_ends_when_nothing_is_scored_any_more():
-    patience = Patience(0.0)
+    patience = CollectLimit(0.0)
     for now_s, scored, over in ((1.0, 0, False), (59.0, 3, False), (118.0, 3, False), (120.0, 3, True)):
         stats = BufferStats({"SCORED": scored}, {}, {}, {}, 0, 0)
         assert patience.is_over(stats, now_s) == over
