@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import cast
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -25,7 +26,7 @@ from areal_async.rpc.client import SyncClient
 from areal_async.service.context import ServiceContext
 from areal_async.service.rank_group import LATE, LATE_START, OUT_OF_MEMORY, Note, tell
 from areal_async.service.record import RunRecords, open_records
-from trainer_service.backends.base import TrainingBackend
+from trainer_service.backends.base import SleepingBackend, TrainingBackend
 from trainer_service.checkpoint import Checkpoint, CheckpointReader
 from trainer_service.checkpoint_store import CheckpointStore
 from trainer_service.collectives import watched
@@ -84,7 +85,7 @@ def train(ctx: ServiceContext) -> None:
                 return
         backend = load_backend(ctx.job, ranks)
         if turns is not None:
-            turns.backend = backend
+            turns.backend = cast("SleepingBackend", backend)
         run_log: RunRecords | None = None
         if ranks.first:
             run_log = open_records(whole)
@@ -109,7 +110,7 @@ def _meet(ctx: ServiceContext) -> Ranks:
     restart within `supervisor.ready_s`."""
     section, start_s = ctx.job.trainer, MEETING_SHARE * ctx.job.supervisor.ready_s
     device = rank_device(section.device, ctx.gpu_index)
-    begin_on(device, dtype=section.resolved_dtype, attention="sdpa", compile="off")
+    begin_on(device, dtype=section.resolved_dtype)
     try:
         return join_ranks(
             ctx.index,

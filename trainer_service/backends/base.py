@@ -192,13 +192,6 @@ class TrainingBackend(Protocol):
         ranks must iterate to the end together. A piece is valid until the next piece is requested, or until
         the next update."""
 
-    def sleep(self) -> int:
-        """Move the whole state of this rank from its device into host memory. Returns the bytes moved. Only
-        `wake` may follow. Back ends with the attribute `sleeps` have it; `placement.share` needs it."""
-
-    def wake(self) -> None:
-        """Bring the state back after `sleep`."""
-
     def prepare_save(self) -> None:
         """Start to allocate the host memory for `save`, so that the first checkpoint delays its step no
         longer than later ones. Called once, before the first step; returns immediately."""
@@ -218,6 +211,17 @@ class TrainingBackend(Protocol):
     def reads(self, files: Collection[str]) -> Collection[str]:
         """Select the files that `load` reads on this rank, from the names of the files that all ranks saved.
         If ranks are on several hosts, a host needs only the files that its ranks read."""
+
+
+class SleepingBackend(TrainingBackend, Protocol):
+    """A back end whose part has `sleeps = True`, which `placement.share` needs."""
+
+    def sleep(self) -> int:
+        """Move the whole state of this rank from its device into host memory. Returns the bytes moved. Only
+        `wake` may follow."""
+
+    def wake(self) -> None:
+        """Bring the state back after `sleep`."""
 
 
 def learning_rate(section: OptimizerSection, update: int, total_updates: int) -> float:

@@ -18,7 +18,7 @@ from areal_async.base.events import failpoint, record
 from areal_async.base.log import get_logger
 from areal_async.rpc.board import board
 from areal_async.rpc.messages import BufferStats
-from trainer_service.backends.base import TrainingBackend
+from trainer_service.backends.base import SleepingBackend
 
 log = get_logger("turns")
 
@@ -33,7 +33,7 @@ class TrainerTurns:
 
     def __init__(self, turns: DeviceTurns, stopping: threading.Event, max_staleness: int) -> None:
         self._turns, self._stopping, self._max_staleness = turns, stopping, max_staleness
-        self.backend: TrainingBackend | None = None
+        self.backend: SleepingBackend | None = None
         self.has_device = False
         self.length = 1
         """Steps that the next turn should train."""

@@ -176,8 +176,9 @@ def _rotary(folder: Path, device: torch.device) -> Rotary:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config).model.rotary_emb)
-    found: Rotary = kind(config).to(device)
-    with_exact_rotations(found)
+    module = kind(config).to(device)
+    with_exact_rotations(module)
+    found: Rotary = module
     return found
 
 
