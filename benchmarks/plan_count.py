@@ -266,7 +266,8 @@ def server(job: JobConfig, section: str, free: float) -> dict[str, float]:
         graphs = 2 * len(sizes) * 8 * MIB
         everything = flag(flags, "gpu-memory-utilization", 0.92) * H100
         kv = flag(flags, "kv-cache-memory-bytes", everything - weights - activations - graphs)
-    return {"total": weights + kv + graphs + activations + context, "kv_tokens": kv / token}
+    total = weights + kv + graphs + activations + context
+    return {"total": total, "kv_tokens": kv / token, "graphs": graphs}
 
 
 def reward_model_bytes(job: JobConfig) -> float:
@@ -280,10 +281,17 @@ def counted(job: JobConfig, gpus: int) -> dict[str, Any]:
     """The job's trainer, servers, and the bytes in use on each kind of GPU. `gpus` is 1, or so many that
     nothing is shared."""
     parameters, peak, held = trainer_bytes(job)
+    turns = job.placement.share == "time"
     found: dict[str, Any] = {"trainer_peak": peak, "used": {"trainer": held}}
     if job.kind != "rl":
         return found
     rewarded = reward_model_bytes(job) if job.reward.name == "reward_model" else 0.0
+    if turns:  # one engine, also for evaluations; each side leaves when it is the other one's turn
+        context = GIB
+        found["rollout"] = one = server(job, "rollout", H100 - context - rewarded)
+        trains = held + one["graphs"] + context
+        found["used"]["trainer"] = rewarded + max(trains, context + one["total"])
+        return found
     free = H100 - (parameters + 1.5 * GIB + rewarded if gpus == 1 else 0)
     for section in ("rollout", "evaluation"):
         found[section] = server(job, section, free)

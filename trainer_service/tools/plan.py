@@ -36,7 +36,7 @@ from areal_async.weights.channels import shared_copies
 from trainer_service.backends.base import TRAINED_MODEL, models_of
 from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, options_of, planned
 from trainer_service.tools.gpus import GPUS, MIB, Gpu, gpu_named, gpu_of_device
-from trainer_service.tools.plan_devices import TrainerBytes, gpu_plans
+from trainer_service.tools.plan_devices import TrainerBytes, gpu_plans, takes_turns
 
 RESERVED_BYTES = 3 << 29  # The CUDA context, and workspaces of cuBLAS and NCCL
 FRAGMENTED_SHARE = 0.05  # Share of memory that the caching allocator cannot use
@@ -152,6 +152,9 @@ def host_bytes(job: JobConfig, model: ModelShape, rank: RankMemory) -> dict[str,
         "copy for checkpoints, ranks of the host": rank.saved * min(ranks, options_of(job.trainer).shards),
         "offloaded AdamW moments, ranks of the host": rank.host_optimizer * ranks,
     }
+    if takes_turns(job):
+        found["the trainer's state while engines sample"] = rank.parameters + rank.optimizer
+        found["weights of an engine that sleeps"] = options_of(job.trainer).compute_bytes * model.size
     try:
         shared = shared_copies(job) if job.kind == "rl" else None
     except PartError:

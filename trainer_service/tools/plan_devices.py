@@ -104,7 +104,7 @@ def tenants_of(job: JobConfig, model: ModelShape, shapes: Shapes, count: int) ->
 
 def takes_turns(job: JobConfig) -> bool:
     """Return whether the trainer and the engines take turns on their GPUs."""
-    return getattr(job.placement, "share", "") == "time"
+    return job.placement.share == "time"
 
 
 def served_by(part: EnginePart, rollout: RolloutSection, model: ModelShape, slots: int) -> Served:
@@ -170,6 +170,8 @@ def _gpu_plan(
     tenants: Tenants, trainer: TrainerBytes, gpu: Gpu, *, turns: bool
 ) -> tuple[dict[str, Any], list[Mistake]]:
     loaded, peak = (trainer.loaded, trainer.peak) if tenants.trainer else (0, 0)
+    if turns and tenants.trainer:
+        loaded = CONTEXT_BYTES  # the trainer's state is in host memory while engines start
     size, rewards = gpu.memory_bytes, sum(tenants.rewards.values())
     base = free = size - loaded - rewards
     started: list[tuple[PlannedEngine, MemoryRule, int, EngineMemory]] = []
