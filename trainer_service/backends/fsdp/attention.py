@@ -112,10 +112,10 @@ def _failure(config: Any, device: torch.device, dtype: torch.dtype) -> str:
     inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
     def attended(ragged: bool, window: int | None) -> list[Tensor]:
-        leaves = [(each if ragged else each.float()).detach().requires_grad_() for each in inputs]
+        q, k, v = ((each if ragged else each.float()).detach().requires_grad_() for each in inputs)
         runs = PackedRuns.of(batch, ragged=ragged)
-        out, _ = packed_attention(nn.Identity(), *leaves, None, packed_runs=runs, sliding_window=window)
-        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
+        out, _ = packed_attention(nn.Identity(), q, k, v, None, packed_runs=runs, sliding_window=window)
+        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
 
     try:
         for window in (None, WINDOW):

@@ -49,8 +49,7 @@ class SequenceRanks:
         """Return this rank's stretch of a micro-batch that the whole group has, with a multiple of `size`
         tokens."""
         length = batch.n_tokens // self.size
-        own = slice(self.index * length, (self.index + 1) * length)
-        return SequencePart(self, batch, own)
+        return SequencePart(self, slice(self.index * length, (self.index + 1) * length))
 
     def stretch(self, routes: Tensor) -> Tensor:
         """Return the routes of this rank's stretch, from such a micro-batch's routes [layers, T, K]."""
@@ -62,7 +61,6 @@ class SequencePart:
     """A rank's stretch of L tokens of a micro-batch."""
 
     ranks: SequenceRanks
-    batch: MicroBatch
     own: slice
     """Place of the stretch in the micro-batch."""
 
