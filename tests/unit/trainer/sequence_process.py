@@ -24,9 +24,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.config.parallel import RankGrid
 from areal_async.service.rank_group import Meeting
+from tests import flash_cpu
 from tests.unit.trainer.conftest import plain_row
 from tests.unit.trainer.sharded_process import forked
 from trainer_service.backends.base import ModelUse
+from trainer_service.backends.fsdp import attention
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data import prefixes
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
@@ -37,6 +39,7 @@ from trainer_service.ranks import Ranks, join_ranks
 VOCABULARY = 17
 LEARNING = OptimizerSection(lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5, eps=1e-2)
 """With an `eps` that keeps AdamW from making much of gradients that are 0 but for rounding."""
+WHY_NOT_RAGGED = attention.why_not_ragged
 COLUMNS = ("logp", "entropy", "greedy")
 
 
@@ -53,6 +56,9 @@ class Case:
     """Whether there are a value head, a critic and a reference that follows the policy."""
     routed: bool = False
     """Whether the tokens of its one layer of four experts go where an engine sent them."""
+
+    ragged: bool = False
+    """Whether several ranks compute attention in one call for all rows. One rank computes exact attention."""
 
     @property
     def grid(self) -> RankGrid:
@@ -79,6 +85,7 @@ CASES = {
     "adapters": Case("repeated", 2, data=2, options={"lora": LoraSection(rank=2, alpha=4.0)}),
     "four": Case("heads", 4),
     "window": Case("window", 2),
+    "ragged": Case("window", 2, ragged=True),
 }
 MODELS: dict[str, dict[str, Any]] = {
     "heads": {"num_attention_heads": 4, "num_key_value_heads": 2},
@@ -146,6 +153,7 @@ def batches_of(case: Case, step: int, shares: Sequence[int]) -> list[MicroBatch]
 
 
 def backend_of(case: Case, models: Path, ranks: Ranks, grid: RankGrid | None) -> FsdpBackend:
+    attention.why_not_ragged = (lambda *_: "") if case.ragged and ranks.world > 1 else WHY_NOT_RAGGED
     uses = {"policy": ModelUse(models / case.model, LEARNING, 100)}
     if case.with_values:
         uses["policy"] = ModelUse(models / case.model, LEARNING, 100, "both")
@@ -291,6 +299,7 @@ def run(rank: int, world: int, meeting: Meeting, models: Path, out: Path) -> Non
 if __name__ == "__main__":
     small_tiles()
     folder, results = map(Path, sys.argv[1:])
-    for size in (2, 4):
-        if forked(size, lambda rank, met, n=size: run(rank, n, met, folder, results)):
-            sys.exit(1)
+    with flash_cpu.installed():
+        for size in (2, 4):
+            if forked(size, lambda rank, met, n=size: run(rank, n, met, folder, results)):
+                sys.exit(1)

@@ -27,8 +27,7 @@ from tests import flash_cpu
 from tests.unit.families import VOCABULARY, config_of
 from tests.unit.trainer.conftest import plain_row
 from trainer_service.backends.base import ModelUse
-from trainer_service.backends.fsdp import compiled
-from trainer_service.backends.fsdp import model as fsdp_model
+from trainer_service.backends.fsdp import attention, compiled
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 from trainer_service.data.prefixes import plant
@@ -49,7 +48,7 @@ CONFIGS = {
 @pytest.fixture(autouse=True)
 def ragged(monkeypatch):
     """Attention over ragged rows, as on CUDA, with a compiler that is fast to start."""
-    monkeypatch.setattr(fsdp_model, "takes_ragged", lambda *_: True)
+    monkeypatch.setattr(attention, "why_not_ragged", lambda *_: "")
     monkeypatch.setattr(compiled, "COMPILER", "aot_eager")
     torch._dynamo.reset()
     counters.clear()
@@ -218,7 +217,7 @@ def test_a_block_that_waits_for_the_device_is_refused(folders, monkeypatch):
 
 
 def test_blocks_are_not_compiled_for_attention_by_lists_of_lengths(folders, monkeypatch):
-    monkeypatch.setattr(fsdp_model, "takes_ragged", lambda *_: False)
+    monkeypatch.setattr(attention, "why_not_ragged", lambda *_: "no reason")
     backend_of(folders / "dense", compile="auto")
     assert not counters["stats"]
     with pytest.raises(ModelError, match="compile: the attention of the model 'policy' is not one call"):
@@ -281,10 +280,10 @@ def test_a_layer_launches_at_most_120_kernels(recompute, tmp_path, monkeypatch, 
     for layers, folder in enumerate(folders, 1):
         tiny_model(config_of(Qwen3Config, head_dim=16, num_hidden_layers=layers)).save_pretrained(folder)
     plain, tree, _ = some_batches(0)
-    before = {}
-    for path in (False, True):
-        monkeypatch.setattr(fsdp_model, "takes_ragged", lambda *_, path=path: path)
-        before[path] = [dispatched(folders, batch, recompute=recompute) for batch in (plain, tree)]
+    before = []
+    for reason in ("a reason", ""):
+        monkeypatch.setattr(attention, "why_not_ragged", lambda *_, reason=reason: reason)
+        before.append([dispatched(folders, batch, recompute=recompute) for batch in (plain, tree)])
     monkeypatch.setattr(compiled, "COMPILER", "inductor")
     _, codes = run_and_get_code(backend_of, folders[0], torch.bfloat16, compile="on", recompute=recompute)
     assert len(codes) == 6  # evaluation, forward and backward pass; plain rows, rows with a prefix
@@ -292,6 +291,6 @@ def test_a_layer_launches_at_most_120_kernels(recompute, tmp_path, monkeypatch, 
     with capsys.disabled():
         print(
             f"\nlaunches of a layer (plain rows, a tree), recompute {recompute}: operators before "
-            f"{before[False]}, with one attention call {before[True]}, compiled {after}"
+            f"{before['exact']}, with one attention call {before['']}, compiled {after}"
         )
     assert 10 < after[0] < after[1] <= LAUNCHES_OF_A_LAYER

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV3Config, Qwen3Config
 
@@ -17,10 +18,12 @@ from tests import flash_cpu
 from tests.unit.families import config_of
 from tests.unit.trainer.conftest import plain_row
 from tests.unit.trainer.packs import LENGTHS, passes_of_step
-from trainer_service.backends.fsdp.attention import PackedRuns, packed_attention, takes_ragged
+from trainer_service.backends.fsdp import attention
+from trainer_service.backends.fsdp.attention import PackedRuns, packed_attention
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 from trainer_service.data.prefixes import plant
 from trainer_service.data.ragged import JoinedKeys, rounded_tokens
+from trainer_service.ranks import join_ranks
 
 HEADS = [(4, 4), (4, 2), (6, 1)]
 WINDOWS = [None, 1, 4, 9]
@@ -243,8 +246,43 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
         (CUDA, torch.bfloat16, config_of(Qwen3Config, attention_dropout=0.1), "dropout of 0.1"),
     ],
 )
-def test_the_choice_of_path_is_logged_with_its_reason(device, dtype, config, said, caplog):
+def test_the_choice_of_path_has_a_reason(device, dtype, config, said):
+    found = attention.why_not_ragged(config, device, dtype)
+    assert bool(found) == bool(said)
+    assert said in found
+
+
+ONE_CALL = config_of(Qwen3Config, head_dim=16)
+
+
+@pytest.mark.parametrize("reason", ["", "the device is slow"])
+def test_the_choice_of_path_is_logged(reason, monkeypatch, caplog):
+    monkeypatch.setattr(attention, "why_not_ragged", lambda *_: reason)
     with caplog.at_level(logging.INFO):
-        assert takes_ragged("policy", config, device, dtype) == (said == "")
-    (record,) = caplog.records
+        assert attention.takes_ragged("policy", ONE_CALL, join_ranks(0, 1), torch.bfloat16) == (not reason)
+    assert reason in str(caplog.records[-1].__dict__)
+    assert ("exact SDPA" in str(caplog.records[-1].__dict__)) == bool(reason)
+
+
+def _raises(*args, **how):
+    raise RuntimeError("no kernel image is available")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            lambda *args, window_size, **how: varlen_attn(*args, window_size=(window_size[0], -1), **how),
+            "differs",
+        ),
+        (lambda *args, window_size, **how: varlen_attn(*args, window_size=(-1, 0), **how), "differs"),
+        (_raises, "no kernel image"),
+    ],
+    ids=["not causal", "without windows", "without a kernel"],
+)
+def test_a_kernel_that_does_not_compute_the_same_is_not_used(wrong, said, monkeypatch, caplog):
+    monkeypatch.setattr(attention, "why_not_ragged", lambda *_: "")
+    monkeypatch.setattr(attention, "varlen_attn", wrong)
+    assert not attention.takes_ragged("policy", ONE_CALL, join_ranks(0, 1), torch.bfloat16)
+    (record,) = [each for each in caplog.records if "is not used" in each.getMessage()]
     assert said in str(record.__dict__)

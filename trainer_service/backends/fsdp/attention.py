@@ -31,15 +31,19 @@ from transformers import AttentionInterface
 from areal_async.base.log import get_logger
 from trainer_service.backends.fsdp.exchange import Attend
 from trainer_service.backends.fsdp.sequence import SequencePart
-from trainer_service.backends.probe import refuse_unknown
-from trainer_service.data.microbatch import MicroBatch
+from trainer_service.backends.probe import WINDOW, probe_rows, refuse_unknown
+from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 from trainer_service.data.prefixes import Branches, Branching, Masked, Runs
-from trainer_service.data.ragged import JoinedKeys, Ragged
+from trainer_service.data.ragged import JoinedKeys, Ragged, rounded_tokens
+from trainer_service.ranks import Ranks
 
 log = get_logger("trainer")
 
 DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """Names of the dropout of attention weights in configs."""
+NEAR = 0.05
+"""Largest difference between FlashAttention and exact attention, relative to the largest number. Rounding to
+bfloat16 gives about 0.01, and a wrong mask more than 0.3."""
 PACKED_ATTENTION = "areal_packed"
 """Name of this attention in transformers (`model.set_attn_implementation`)."""
 
@@ -63,26 +67,65 @@ class PackedRuns:
         return cls(batch.runs, batch.branching, part)
 
 
-def takes_ragged(name: str, config: Any, device: torch.device, dtype: torch.dtype) -> bool:
+def takes_ragged(name: str, config: Any, ranks: Ranks, dtype: torch.dtype) -> bool:
     """Return whether the attention of the model `name` is one call for all rows of a pack, and log it with
-    the reason."""
-    text = config.get_text_config()
-    heads = {n for name, n in vars(text).items() if name.endswith("head_dim") and isinstance(n, int)}
-    heads = heads or {text.hidden_size // (getattr(text, "num_attention_heads", None) or 1)}
-    dropout = max(getattr(text, field, None) or 0 for field in DROPOUT)
-    cuda = device.type == "cuda"
-    old = cuda and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)
-    reasons = {
-        f"the device is {device.type}": not cuda,
-        "the device is older than Ampere": old,
-        f"the dtype is {dtype}": dtype not in (torch.float16, torch.bfloat16),
-        f"heads have {sorted(heads)} numbers": len(heads) > 1 or min(heads) % 8 or max(heads) > 256,
-        f"attention has a dropout of {dropout}": dropout,
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    the reason. All ranks call it and get the same result."""
+    reason = why_not_ragged(config, ranks.device, dtype)
+    failure = "" if reason else _failure(config, ranks.device, dtype)
+    if ranks.largest(1 if failure else 0) and not reason:
+        log.warning("FlashAttention is not used", model=name, reason=failure or "another rank cannot use it")
+        return False
     path = "exact SDPA for each length" if reason else "one FlashAttention call for all rows"
     log.info("attention of packed rows", model=name, path=path, reason=reason)
     return not reason
+
+
+def why_not_ragged(config: Any, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the reason why a model's attention cannot be one call for all rows, or "" if it can."""
+    text = config.get_text_config()
+    sizes = _head_sizes(text)
+    dropout = max(getattr(text, field, None) or 0 for field in DROPOUT)
+    reasons = {
+        f"the device is {device.type}": device.type != "cuda",
+        f"the dtype is {dtype}": dtype not in (torch.float16, torch.bfloat16),
+        f"heads have {sizes} numbers": len(sizes) > 1 or sizes[0] % 8 or sizes[0] > 256,
+        f"attention has a dropout of {dropout}": dropout,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _head_sizes(text: Any) -> list[int]:
+    """Return the different sizes of a head in a model, in ascending order."""
+    named = {n for name, n in vars(text).items() if name.endswith("head_dim") and isinstance(n, int)}
+    return sorted(named) or [text.hidden_size // (getattr(text, "num_attention_heads", None) or 1)]
+
+
+def _failure(config: Any, device: torch.device, dtype: torch.dtype) -> str:
+    """Return why attention over ragged rows cannot be used on the device: it raises an error, or its output
+    or gradients are not those of exact attention in fp32. Return "" if it can be used."""
+    text, batch = config.get_text_config(), build_micro_batch(probe_rows(config), device=device)
+    batch = batch.padded(rounded_tokens(batch.n_tokens))
+    heads = text.num_attention_heads
+    counts = (heads, *2 * (getattr(text, "num_key_value_heads", None) or heads,))
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, count, batch.n_tokens, _head_sizes(text)[0]) for count in counts]
+    inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+    def attended(ragged: bool, window: int | None) -> list[Tensor]:
+        q, k, v = ((each if ragged else each.float()).detach().requires_grad_() for each in inputs)
+        runs = PackedRuns.of(batch, ragged=ragged)
+        out, _ = packed_attention(nn.Identity(), q, k, v, None, packed_runs=runs, sliding_window=window)
+        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
+
+    try:
+        for window in (None, WINDOW):
+            for mine, exact in zip(attended(True, window), attended(False, window), strict=True):
+                gap, size = float((mine.float() - exact).abs().max()), float(exact.abs().max())
+                if not gap <= NEAR * size:
+                    return f"its result differs from exact attention by {gap:.2g} of {size:.2g}"
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
 
 
 def packed_attention(

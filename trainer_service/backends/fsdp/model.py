@@ -91,7 +91,7 @@ class HeldModel(ChangingModel):
             ranks,
             use.head,
             self.sequence,
-            ragged=takes_ragged(name, self.module.config, ranks.device, dtype),
+            ragged=takes_ragged(name, self.module.config, ranks, dtype),
         )
         # The first pass of FSDP may move the local shards, so the optimizer gets them after it.
         parameters = self.module.named_parameters()
