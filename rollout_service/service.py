@@ -177,9 +177,9 @@ async def sharing(
     hosts = {place.node_id for place in ctx.topology.services if place.role in ("trainer", "rollout")}
     if len(hosts) > 1 or ctx.place.gpus_of_its_own or ctx.index:
         raise DeviceNotShared(
-            "placement.share: one trainer and one engine take turns on one device of one host. This worker has "
-            "another host, a device of its own, or a second engine. Remove it, or start the run on one machine "
-            "with one worker."
+            "placement.share: one trainer and one engine take turns on one device of one host. This worker "
+            "has another host, a device of its own, or a second engine. Remove it, or start the run on one "
+            "machine with one worker."
         )
     async with AsyncExitStack() as stack:
         # Its locks end with this process, because the engine stops after this block.
