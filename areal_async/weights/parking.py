@@ -34,7 +34,7 @@ class ParkingPlace:
             return self.away_bytes
         storages = {each._cdata: each for each in (tensor.untyped_storage() for tensor in tensors)}
         for storage in (each for each in storages.values() if each.nbytes()):
-            here = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            here = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             self._away.append((here, self._host(here)))
         for here, host in self._away:
             host.copy_(here, non_blocking=True)
