@@ -175,17 +175,18 @@ async def sharing(
         yield str
         return
     hosts = {place.node_id for place in ctx.topology.services if place.role in ("trainer", "rollout")}
-    if len(hosts) > 1:
+    if len(hosts) > 1 or ctx.place.gpus_of_its_own or ctx.index:
         raise DeviceNotShared(
-            "placement.share: trainer and engine were placed on two hosts, and share no device. Remove it, "
-            "or start the run on one machine."
+            "placement.share: one trainer and one engine take turns on one device of one host. This worker "
+            "has another host, a device of its own, or a second engine. Remove it, or start the run on one "
+            "machine with one worker."
         )
     async with AsyncExitStack() as stack:
+        # Its locks end with this process, because the engine stops after this block.
         turns = DeviceTurns.open(ctx.socket_dir)
-        stack.callback(turns.close)
         ctx.held_fds.append(turns.turn_fd)
         server.updates.turns = EngineTurns(turns, server.engine)
-        if job.tasks.evaluation is None or ctx.index:
+        if job.tasks.evaluation is None:
             yield str
             return
         # It loads the evaluator, which other workers do not need.
