@@ -69,7 +69,7 @@ class TrainerBytes:
     loaded: int
     """After its start."""
     peak: int
-    """From its first step on."""
+    """Memory from its first step on."""
 
 
 def tenants_of(job: JobConfig, model: ModelShape, shapes: Shapes, count: int) -> list[Tenants]:
