@@ -67,7 +67,7 @@ class TrainerBytes:
     """Memory of one rank of the trainer."""
 
     loaded: int
-    """After its start."""
+    """Memory after its start."""
     peak: int
     """Memory from its first step on."""
 
