@@ -94,8 +94,6 @@ class EngineReplica:
         self._served_s: float | None = None
         self._recorded: VersionTag | None = None
         self._most_requests = 1
-        self.device = asyncio.Lock()
-        """Held while an engine of this replica starts again, and while its engine sleeps."""
 
     @property
     def has_room(self) -> bool:
@@ -323,14 +321,19 @@ class ReplicaSet:
     # --- sleep ---------------------------------------------------------------------------------------
 
     async def sleep(self) -> None:
-        """Release the memory of all replicas on their device. First wait for replicas that are starting.
-        Requests wait until `wake`, with the units sampled so far. A replica that cannot sleep is lost, and
-        starts again after `wake`."""
-        for replica in self.replicas:
-            await replica.device.acquire()
+        """Release the memory of all replicas on their device. Requests wait until `wake`, with the units
+        sampled so far. A replica that cannot sleep is lost. Lost replicas start again only after `wake`, also
+        if they were starting: a start may wait for the trainer, which waits for the device."""
         async with self._updating:
-            await asyncio.gather(*(self._sleep_one(each) for each in self.replicas if each.serves))
             self._awake.clear()
+            revivals = [*self._revivals]
+            for task in revivals:
+                task.cancel()
+            await asyncio.gather(*revivals, return_exceptions=True)
+            for replica in (each for each in self.replicas if not each.serves):
+                await replica.engine.stop()
+                self._begin_revival(replica)
+            await asyncio.gather(*(self._sleep_one(each) for each in self.replicas if each.serves))
 
     async def woken(self, offered: Weights, limit_s: float) -> bool:
         """Return whether the set is awake, after waiting at most `limit_s` for it. A set that wakes in this
@@ -356,8 +359,6 @@ class ReplicaSet:
         await asyncio.gather(*(self._wake_one(each) for each in self.replicas if each.serves))
         self._offered = None
         self._awake.set()
-        for replica in self.replicas:
-            replica.device.release()
 
     async def _wake_one(self, replica: EngineReplica) -> None:
         engine, offered = replica.engine, self._offered
@@ -483,6 +484,9 @@ class ReplicaSet:
         replica.lose(error)
         self._affinity.forget(replica.index)
         self._serving_changed()
+        self._begin_revival(replica)
+
+    def _begin_revival(self, replica: EngineReplica) -> None:
         task = asyncio.get_running_loop().create_task(self._revive(replica))
         self._revivals.add(task)
         task.add_done_callback(self._revivals.discard)
@@ -490,12 +494,12 @@ class ReplicaSet:
     async def _revive(self, replica: EngineReplica) -> None:
         try:
             while not replica.serves:
-                async with replica.device:
-                    await replica.revive(self._snapshot)
-                    try:
-                        await self._catch_up(replica)
-                    except EngineError as error:
-                        replica.lose(error)
+                await self._awake.wait()
+                await replica.revive(self._snapshot)
+                try:
+                    await self._catch_up(replica)
+                except EngineError as error:
+                    replica.lose(error)
         except Exception as error:  # nobody awaits this task, and its requests would wait forever
             if not isinstance(error, EngineError):
                 log.error("engine not started again", replica=replica.index, error=repr(error))

@@ -8,6 +8,7 @@ continue after the trainer's turn, with their KV computed again under the newest
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass
 
@@ -29,12 +30,17 @@ class EngineTurns:
     turns: DeviceTurns
     engine: ReplicaSet
 
-    async def take(self) -> None:
-        """Wait until the trainer does not need the device, and take it for the engines."""
+    async def take(self, limit_s: float = math.inf) -> bool:
+        """Wait until the trainer does not need the device, and take it for the engines. Return False if this
+        took longer than `limit_s`."""
+        deadline_s = time.monotonic() + limit_s
         with board.waiting("turn", "its turn on the device"):
-            while not self.turns.try_wake():  # noqa: ASYNC110 - a lock of the system has no event
+            while not self.turns.try_wake():
+                if time.monotonic() > deadline_s:
+                    return False
                 await asyncio.sleep(LOOK_S)
         failpoint("turn.engine_took")
+        return True
 
     async def run(self) -> None:
         """Give the device away whenever the trainer wishes for it, until cancelled. The engines must be awake

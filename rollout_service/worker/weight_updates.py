@@ -60,21 +60,24 @@ class WeightUpdates:
 
     async def start(self) -> VersionTag:
         """Wait for the first usable snapshot and start the engine with it."""
+        snapshot: Weights | None = None
         while True:
             notice = await self._next()
-            if self.turns is not None:
-                await self.turns.take()
+            pinned = await self.evaluations.first() if self.evaluations is not None else None
+            if pinned is None and (snapshot is None or snapshot.tag != notice.tag):
+                snapshot = await self._open(notice)
+            if (first := pinned or snapshot) is None:
+                continue
+            self._offered = None if pinned is not None else self._offered
+            # With the turn, nothing here may wait for the trainer, which may be waiting for the device.
+            if self.turns is not None and not await self.turns.take(RENEW_S):
                 self._offered = None
-                notice = await self._next()  # again, because the turn may have come late
-            if self.evaluations is not None and (pinned := await self.evaluations.first()) is not None:
-                await self.engine.start(pinned)
-                self._offered = None
-                return pinned.tag
-            if (snapshot := await self._open(notice)) is not None:
-                await self.engine.start(snapshot)
+                continue
+            await self.engine.start(first)
+            if pinned is None:
                 await acknowledge(self.source, notice.tag)
                 metrics.UPDATES.labels("served").inc()
-                return notice.tag
+            return first.tag
 
     async def run(self) -> None:
         """Load each newer snapshot, until cancelled. Raises errors that a retry cannot fix."""

@@ -37,7 +37,7 @@ def assert_nothing_is_lost(job: Job) -> None:
     assert check(job.events(), promise_of(job.config)).violations == []
     assert job.summary()["max_staleness_seen"] <= eta
     records = [one for one in read_run_log(job.run_dir / "metrics.jsonl") if one["kind"] == "evaluation"]
-    assert {one["version"] for one in records} >= {0, 4, 8, steps}
+    assert {one["version"] for one in records} >= {0, 4, 8, 12, steps}
     assert all(one["n"] == 64 and one["unscored"] == 0 for one in records)
 
 
@@ -57,9 +57,10 @@ def test_a_job_on_a_shared_device_trains_and_evaluates_as_any_other(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("eta", [0, 4])
 def test_kills_at_every_point_of_a_turn_lose_nothing(tmp_path, eta):
-    points = [f"turn.engine_{name}@{2 + n}" for n, name in enumerate(ENGINE)]
-    points += [f"turn.trainer_{name}@{2 + n % 3}" for n, name in enumerate(TRAINER)]
-    job = run(tmp_path, "killed", *points, buffer__max_staleness=eta)
+    # A restarted process counts from 0 again, so low numbers are reached in any case.
+    points = [f"turn.engine_{name}@{1 + n % 3}" for n, name in enumerate(ENGINE)]
+    points += [f"turn.trainer_{name}@{2 + n % 2}" for n, name in enumerate(TRAINER)]
+    job = run(tmp_path, "killed", *points, steps=16, buffer__max_staleness=eta)
     assert {event["name"] for event in job.events("failpoint")} == {
         point.partition("@")[0] for point in points
     }
