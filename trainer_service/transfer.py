@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNED = 16
-"""Bytes; the start of each array in the buffer is a multiple of this number, as their dtypes need it."""
+"""Bytes; the start of each array in the buffer is a multiple of this number. Dtypes need it, and a compiled
+kernel that was made for aligned memory copies other inputs."""
 
 
 def on_device(arrays: Mapping[str, NDArray[Any]], device: torch.device | str) -> dict[str, Tensor]:

@@ -23,12 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer_service.data.prefixes import paths_of
+from trainer_service.transfer import on_device
 
 LEAST_TOKENS, LEAST_SEQUENCES, LEAST_LENGTH = 128, 8, 2048
 """Smallest sizes of a pack. `LEAST_LENGTH` is for its longest sequence."""
-ALIGNED = 4
-"""Number of i32 after which a part of the copied structure may begin. A compiled kernel that was made for
-aligned memory copies other inputs."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def ragged_of(position: NDArray[np.int64], device: torch.device | str) -> Ragged
     count = _power(len(starts), 2, LEAST_SEQUENCES)
     if not position[starts].any():
         lengths = ends - starts
-        (ends_q,) = _copied([_filled(ends, count)], device)
+        ends_q = _i32(device, ends_q=_filled(ends, count))["ends_q"]
         return Ragged(ends_q, ends_q, _power(int(lengths.max()), 16, LEAST_LENGTH))
     paths = paths_of(position, starts.tolist(), ends.tolist())
     pieces = np.array([piece for path in paths for piece in path])
@@ -79,18 +77,15 @@ def ragged_of(position: NDArray[np.int64], device: torch.device | str) -> Ragged
     lengths = np.array([sum(last - first for first, last in path) for path in paths])
     room = next(size for size in _rooms(n_tokens) if size >= len(keys))
     unused = np.zeros(room - len(keys), np.int64)
-    parts = _copied(
-        [
-            _filled(ends, count),
-            _filled(np.cumsum(lengths), count),
-            np.append(keys, unused),
-            np.append(np.argsort(keys, kind="stable"), unused),
-            np.append(0, np.cumsum(np.bincount(keys, minlength=n_tokens))),
-        ],
+    parts = _i32(
         device,
+        ends_q=_filled(ends, count),
+        ends_k=_filled(np.cumsum(lengths), count),
+        keys=np.append(keys, unused),
+        order=np.append(np.argsort(keys, kind="stable"), unused),
+        copies=np.append(0, np.cumsum(np.bincount(keys, minlength=n_tokens))),
     )
-    ends_q, ends_k, joined, order, copies = parts
-    return Ragged(ends_q, ends_k, _power(int(lengths.max()), 16, LEAST_LENGTH), joined, order, copies)
+    return Ragged(**parts, longest=_power(int(lengths.max()), 16, LEAST_LENGTH))
 
 
 class JoinedKeys(torch.autograd.Function):
@@ -135,16 +130,6 @@ def _filled(ends: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     return np.concatenate([[0], ends, np.full(count - len(ends), ends[-1])])
 
 
-def _copied(parts: list[NDArray[np.int64]], device: torch.device | str) -> list[Tensor]:
-    """Return the parts as i32 on the device, after one copy."""
-    begins = np.cumsum([0, *(-(-len(part) // ALIGNED) * ALIGNED for part in parts)]).tolist()
-    whole = torch.zeros(begins[-1], dtype=torch.int32, pin_memory=_pins(device))
-    for begin, part in zip(begins, parts, strict=False):
-        whole[begin : begin + len(part)] = torch.from_numpy(part)
-    there = whole.to(device, non_blocking=True)
-    return [there[begin : begin + len(part)] for begin, part in zip(begins, parts, strict=False)]
-
-
-def _pins(device: torch.device | str) -> bool:
-    """Return whether a copy to the device must begin in pinned memory in order not to wait for the device."""
-    return torch.device(device).type == "cuda" and torch.cuda.is_available()
+def _i32(device: torch.device | str, **parts: NDArray[np.int64]) -> dict[str, Tensor]:
+    """Return the parts as i32 on the device, after one copy for which the host does not wait."""
+    return on_device({name: part.astype(np.int32) for name, part in parts.items()}, device)

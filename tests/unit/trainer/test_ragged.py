@@ -20,6 +20,7 @@ from tests.unit.trainer.conftest import plain_row
 from tests.unit.trainer.packs import LENGTHS, passes_of_step
 from trainer_service.backends.fsdp import attention
 from trainer_service.backends.fsdp.attention import PackedRuns, packed_attention
+from trainer_service.data import ragged
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 from trainer_service.data.prefixes import plant
 from trainer_service.data.ragged import JoinedKeys, rounded_tokens
@@ -181,14 +182,14 @@ def test_a_layer_is_one_call_without_a_mask_a_wait_or_a_list_of_lengths(window):
     assert (len(calls.shapes), calls.waits) == (1, [])
 
 
-def test_the_structure_is_copied_to_the_device_once(monkeypatch):
-    batch, copies = nested(), []
-    real = torch.Tensor.to
+def test_the_structure_is_moved_to_the_device_once_and_in_one_copy(monkeypatch):
+    batch, moved = nested(), []
+    real = ragged.on_device
     monkeypatch.setattr(
-        torch.Tensor, "to", lambda self, *args, **how: copies.append(how) or real(self, *args, **how)
+        ragged, "on_device", lambda arrays, device: moved.append({*arrays}) or real(arrays, device)
     )
     assert batch.ragged is batch.ragged
-    assert copies == [{"non_blocking": True}]
+    assert moved == [{"ends_q", "ends_k", "keys", "order", "copies"}]
 
 
 @pytest.mark.parametrize("case", LENGTHS)
