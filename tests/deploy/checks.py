@@ -178,9 +178,11 @@ def image_problems(containers: Sequence[Container], deploy: Path) -> Iterator[st
         elif not re.match(r"v?\d+\.\d+\.\d+", tag):
             yield f"{container.where}: {container.image} is not pinned"
     yield from (f"{name} has the tags {sorted(found)}" for name, found in tags.items() if len(found) > 1)
-    for engine in re.findall(r"^(sglang|vllm) = \[", project, re.MULTILINE):
-        if f"/src/engines/make.sh /opt/engines {engine}-cuda " not in dockerfile:
-            yield f"Dockerfile: the image {engine} has no CUDA lock"
+    stages = dict(re.findall(r"^FROM \S+ AS (\w+)$(.*?)(?=^FROM |\Z)", dockerfile, re.MULTILINE | re.DOTALL))
+    engines = {engine: engine for engine in re.findall(r"^(sglang|vllm) = \[", project, re.MULTILINE)}
+    for image, engine in (engines | {"single": "sglang"}).items():
+        if f"/src/engines/make.sh /opt/engines {engine}-cuda " not in stages.get(image, ""):
+            yield f"Dockerfile: the image {image} has no CUDA lock"
     for target in OUR_IMAGES:
         stage = re.split(rf"^FROM \S+ AS {target}$", dockerfile, flags=re.MULTILINE)[-1].split("\nFROM ")[0]
         if re.findall(r"^USER (.+)$", stage, re.MULTILINE)[-1:] != [f"{USER}:{USER}"]:
