@@ -433,12 +433,14 @@ TORCH_CUDA: dict[str, Any] = {
 @cache
 def _register() -> None:
     """Register the device that torch reserves for others (`privateuseone`), which autograd needs to know.
-    This holds for the rest of the process."""
+    This holds for the rest of the process, in which there are no such devices outside the context."""
     functions = {
         "_is_in_bad_fork": lambda: False,
         "manual_seed_all": lambda *_: None,
-        "device_count": lambda: 1,
-        "is_available": lambda: True,
+        "device_count": lambda: int(MakeBelieveCuda.current is not None),
+        "is_available": lambda: MakeBelieveCuda.current is not None,
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": lambda *_: None,
         "current_device": lambda: 0,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
     }

@@ -119,3 +119,11 @@ def test_values_of_a_device_that_has_ended_are_refused():
         x = on_device(1.0)
     with pytest.raises(RuntimeError, match="ended"):
         x + 1
+
+
+def test_no_device_is_left_for_later_tests_of_the_process():
+    with make_believe_cuda():
+        pass
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+    assert not torch.accelerator.is_available()
