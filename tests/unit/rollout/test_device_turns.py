@@ -99,7 +99,7 @@ def test_the_turn_of_a_killed_worker_lasts_as_long_as_its_server(tmp_path):
     held, trainer = DeviceTurns.open(tmp_path), DeviceTurns.open(tmp_path)
     assert held.try_wake()
     sleeping = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
-    server = ServerProcess("the server", sleeping, {}, tmp_path / "log", (held.turn_fd,))
+    server = ServerProcess("the server", sleeping, {}, tmp_path / "log", held_fds=(held.turn_fd,))
     held.close()  # as the kernel does when the worker is killed
     assert not trainer.try_train()
     server.kill()
