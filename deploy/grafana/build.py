@@ -25,7 +25,7 @@ from grafana_foundation_sdk.models.dashboard import (
 from more_panels import BOARDS
 from panels import Board, Panel
 
-OUT = Path(__file__).parents[2] / "areal_async" / "dashboards" / "grafana"
+OUT = Path(__file__).parents[2] / "areal_async" / "show" / "dashboards" / "grafana"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${source}")
 MATCHERS = {
     "<job>": 'job=~"$job"',

@@ -155,7 +155,7 @@ def test_selective_recomputation_keeps_the_result_of_attention(recompute, forwar
     assert flash_cpu.calls == {"forward": forwards * layers, "backward": layers}
 
 
-def test_routes_of_experts_are_replayed_in_one_graph_for_all_layers(folders):
+def test_routes_of_experts_are_replayed_by_blocks_that_are_not_compiled(folders):
     routed = []
     for batch in some_batches(0)[:2]:
         routes = torch.randint(
@@ -166,7 +166,7 @@ def test_routes_of_experts_are_replayed_in_one_graph_for_all_layers(folders):
     backend = backend_of(folders / "experts", torch.bfloat16, compile="on")
     graphs = counters["stats"]["unique_graphs"]
     found = step_of(backend, routed)[0]
-    assert counters["stats"]["unique_graphs"] == graphs + 4
+    assert counters["stats"]["unique_graphs"] == graphs
     torch.testing.assert_close(found, step_of(backend_of(folders / "experts", torch.bfloat16), routed)[0])
 
 

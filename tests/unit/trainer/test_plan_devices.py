@@ -300,10 +300,10 @@ def test_trainer_and_engine_that_take_turns_do_not_add_up(make, monkeypatch):
     asleep = server["bytes"]["graphs"] + server["bytes"]["context"]
     assert alone["used_bytes"] == 40 * GIB + asleep
     assert alone["beside_trainer_bytes"] == asleep
-    # While it samples, the trainer has its parameters alone.
+    # While it samples, the trainer has its context alone.
     trainer = TrainerBytes(8 * GIB, 10 * GIB)
     alone, server = held()
-    assert alone["used_bytes"] == 8 * GIB + server["total_bytes"]
+    assert alone["used_bytes"] == GIB + server["total_bytes"]
 
 
 def test_shares_of_one_gpu_agree_with_the_second_count(make):

@@ -8,7 +8,7 @@ change and have the dtype of the computation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,15 +123,20 @@ class HeldModel(ChangingModel):
     def fitted(self, batch: MicroBatch) -> MicroBatch:
         return fitted(self.module, batch, self.sequence)
 
-    def routed(self, batch: MicroBatch) -> AbstractContextManager[None]:
+    @contextmanager
+    def routed(self, batch: MicroBatch) -> Iterator[None]:
         """Replay the routes of a batch in the passes over it, if this is the policy. In other models the
-        routers choose. Raises `ModelError`."""
+        routers choose. Blocks run uncompiled meanwhile, because their graphs were made without routes. Raises
+        `ModelError`."""
         if batch.routes is None or self.name != TRAINED_MODEL:
-            return nullcontext()
+            yield
+            return
         if self._replay is None:
             self._replay = RouteReplay(self.module)
         routes = batch.routes
-        return self._replay.using(routes if self.sequence is None else self.sequence.stretch(routes))
+        replay = self._replay.using(routes if self.sequence is None else self.sequence.stretch(routes))
+        with torch.compiler.set_stance("force_eager"), replay:
+            yield
 
     @property
     def memory(self) -> Kinds:
