@@ -200,7 +200,7 @@ class GpuCheck:
             return "the time was up: give more --minutes"
         if name in ("ranks", "nccl") and self._rates()["gpus"] < 2:
             return "it needs two GPUs"
-        engine = name.removeprefix("decode-") if name != "nccl" else "sglang"
+        engine = "sglang" if name in ("ranks", "nccl") else name.removeprefix("decode-")
         if engine in ("sglang", "vllm"):
             try:
                 find_engine_python(engine)

@@ -149,7 +149,7 @@ def _cluster_text(objects: list[dict[str, Any]]) -> str:
 
 
 def rdma_problems(objects: list[dict[str, Any]]) -> Iterator[str]:
-    """What keeps NCCL off the network cards in the pods with GPUs."""
+    """Yield the reasons why NCCL could not use the network cards in the pods with GPUs."""
     for name, template in pod_templates(objects):
         pod, container = template["spec"], template["spec"]["containers"][0]
         given = container["resources"]

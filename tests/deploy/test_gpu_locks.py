@@ -37,7 +37,7 @@ def test_a_pin_that_moves_in_one_lock_is_found(folder: str, package: str) -> Non
 
 @pytest.mark.parametrize(("folder", "package"), PINNED)
 def test_a_pin_that_moves_with_its_hashes_and_metadata_is_found_too(folder: str, package: str) -> None:
-    """As after `make hashes` and a new reading of the wheels, with nothing else changed."""
+    """Change a lock as `make hashes` and a new reading of the wheels do, and nothing else."""
     moved = renewed(folder, package)
     assert [line for line in drift(moved) if f"{package} " in line and folder in line]
 

@@ -80,7 +80,7 @@ def words_of(engine: str, **settings: Any) -> list[str]:
 
 
 def parsed(engine: str, commands: list[list[str]]) -> list[dict[str, Any]]:
-    """What the installed server makes of each command: its settings, or `error`."""
+    """Return the settings that the installed server parses from each command, or `error`."""
     ended = subprocess.run(
         [find_engine_python(engine), "-P", "-c", SCRIPT.format(make=PARSE[engine], read=[*WANTED[engine]])],
         input=json.dumps(commands),

@@ -23,7 +23,7 @@ LIMIT_S = deadline_s(60)
 
 
 async def states_of(kind: Kind, engine: HttpEngine) -> Any:
-    """What the server says of its sleep; None for SGLang, which says nothing."""
+    """Return whether the server reports that it sleeps; None for SGLang, which does not report it."""
     if kind.name != "vllm":
         return None
     client = ServerClient("server", engine.url, key=KEY)

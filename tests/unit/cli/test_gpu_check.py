@@ -89,6 +89,9 @@ def test_parts_that_cannot_run_say_why(tmp_path, monkeypatch):
     assert {outcome.status for outcome in found.values()} == {"not run"}
     assert found["nccl"].why == "it needs two GPUs"
     assert "has no Python environment with vllm" in found["vllm"].why
+    (tmp_path / "machine-cuda.json").write_text('{"gpus": 2}')
+    found = work.run(["ranks", "nccl"], lambda *_: None)
+    assert {"has no Python environment with sglang" in outcome.why for outcome in found.values()} == {True}
     late = GpuCheck(tmp_path, "cuda:0", time.monotonic())
     assert "give more --minutes" in late.run(["steps"], lambda *_: None)["steps"].why
 

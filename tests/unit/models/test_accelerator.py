@@ -23,7 +23,7 @@ print(json.dumps([told, own]))
 
 
 def begun(device, **variables):
-    """What `begin_on` returned and logged in a process of its own, and what torch says then."""
+    """Return what `begin_on` returned and logged in a process of its own, and torch's settings after it."""
     kept = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
     code = [sys.executable, "-c", CODE.format(device=device)]
     done = subprocess.run(code, capture_output=True, text=True, check=True, env=kept | variables)

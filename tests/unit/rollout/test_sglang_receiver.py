@@ -228,7 +228,7 @@ def test_servers_that_cannot_take_tensors_are_refused_at_the_start(size: str) ->
 
 GPU = TorchBuild("2.14.1+cu130", "13.0", "2.30.7")
 CPU = TorchBuild("2.13.0+cpu", "", "")
-"""Of a trainer whose group uses gloo; a server says what it has."""
+"""The build of a trainer whose group uses gloo. A server reports its own."""
 
 
 @pytest.mark.parametrize(

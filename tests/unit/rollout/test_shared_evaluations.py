@@ -24,7 +24,7 @@ from tests.waiting import LIMIT_S
 
 
 class Publisher:
-    """What a trainer offers to one receiver: the newest version, or the pinned ones in order."""
+    """The versions that a trainer offers to one receiver: the newest, or the pinned ones in order."""
 
     def __init__(self, made: Any, *pinned: int, newest: list[int]) -> None:
         self.made, self.pinned, self.newest = made, list(pinned), newest

@@ -1,4 +1,4 @@
-"""What the kernel says about GPUs: the CPUs beside them, and the variables that all processes get."""
+"""The CPUs next to GPUs, and the variables that all processes get."""
 
 import os
 import subprocess
