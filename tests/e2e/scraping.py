@@ -34,6 +34,7 @@ NOT_IN_THIS_RUN = {
     "areal_reward_remote_resent_calls_total": "its reward is a function",
     "areal_reward_sandboxed_verdicts_total": "its reward runs no programs of the model",
     "areal_rollout_cached_tokens_total": "an engine in the worker's process says nothing of a prefix cache",
+    "areal_rollout_engine_memory_bytes": "its engine and its trainer share no device",
     "areal_rollout_tool_calls_total": "its workflow has no tools",
     "areal_trainer_mfu": "nobody knows the peak of a CPU",
 }

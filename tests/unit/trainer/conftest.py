@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
 from areal_async.trajectory import Call, Episode, EpisodeBuilder, Sampling, pack, row_profile, row_sizes
 from tests.unit.families import config_of
 from trainer_service.data.rows import TrainingRow, row_of
+
+logging.getLogger("torch.__trace").propagate = True
+"""pytest adds its handler to loggers that do not propagate. With a handler here, torch writes each graph that
+it compiles as text, and compiles several times slower."""
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+=-* "]
 

@@ -29,6 +29,7 @@ from tests.unit.trainer.conftest import plain_row
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp import attention, compiled
 from trainer_service.backends.fsdp.backend import FsdpBackend
+from trainer_service.data import ragged as data_ragged
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 from trainer_service.data.prefixes import plant
 from trainer_service.errors import ModelError
@@ -50,6 +51,7 @@ def ragged(monkeypatch):
     """Attention over ragged rows, as on CUDA, with a compiler that is fast to start."""
     monkeypatch.setattr(attention, "why_not_ragged", lambda *_: "")
     monkeypatch.setattr(compiled, "COMPILER", "aot_eager")
+    monkeypatch.setattr(data_ragged, "LEAST_LENGTH", 256)  # A row of the later steps is longer.
     torch._dynamo.reset()
     counters.clear()
     with flash_cpu.installed():
@@ -86,7 +88,7 @@ def some_batches(seed: int) -> list[MicroBatch]:
     trees = plant(rows, np.zeros(4, int), 1 << 20)
     plain = [row(n, ids(most)) for n, most in enumerate((9, 90, 300, 5))]
     if seed:  # Every size has its smallest value at the start of a run. It grows here.
-        plain += [row(n, ids(9)) for n in range(4, 12)] + [row(12, rng.integers(2, VOCABULARY, 2100))]
+        plain += [row(n, ids(9)) for n in range(4, 12)] + [row(12, rng.integers(2, VOCABULARY, 400))]
     return [
         build_micro_batch(plain),
         build_micro_batch([r for tree in trees for r in tree.rows]),
@@ -110,12 +112,12 @@ def step_of(backend: FsdpBackend, batches: list[MicroBatch]) -> tuple[torch.Tens
     return torch.cat(found), gradients
 
 
-def same(folder: Path, kinds: int, **options) -> None:
+def same(folder: Path, wanted_graphs: int, **options) -> None:
     """Compare compiled with eager blocks over three steps, and count graphs."""
     eager = backend_of(folder, **options)
     backend = backend_of(folder, compile="on", **options)
     graphs = counters["stats"]["unique_graphs"]
-    assert graphs == 4 * kinds
+    assert graphs == wanted_graphs
     assert not counters["graph_break"]
     for seed in range(3):
         batches = some_batches(seed)
@@ -128,21 +130,22 @@ def same(folder: Path, kinds: int, **options) -> None:
 
 
 def test_compiled_blocks_compute_the_same_and_no_step_compiles(folders):
-    same(folders / "dense", 1)
+    same(folders / "dense", 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "kinds", "options"),
+    ("model", "graphs", "options"),
     [
-        ("window", 2, {"recompute": "selective"}),
-        ("dense", 1, {"recompute": "full", "lora": LoraSection(rank=2)}),
-        ("experts", 1, {"recompute": "full", "dtype": torch.bfloat16}),
+        ("window", 8, {"recompute": "selective"}),
+        # The input of the first block has no gradient, because the embeddings are frozen.
+        ("dense", 6, {"recompute": "full", "lora": LoraSection(rank=2)}),
+        pytest.param("experts", 4, {"recompute": "full", "dtype": torch.bfloat16}, marks=pytest.mark.nightly),
     ],
     ids=["window selective", "lora full", "experts full"],
 )
-def test_windows_adapters_experts_and_recomputation_are_compiled_too(model, kinds, options, folders):
-    same(folders / model, kinds, **options)
+def test_windows_adapters_experts_and_recomputation_are_compiled_too(model, graphs, options, folders):
+    same(folders / model, graphs, **options)
 
 
 @pytest.mark.parametrize(("recompute", "forwards"), [("none", 1), ("selective", 1), ("full", 2)])
@@ -272,7 +275,7 @@ def dispatched(folders: list[Path], batch: MicroBatch, **options) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.nightly)])
 def test_a_layer_launches_at_most_120_kernels(recompute, tmp_path, monkeypatch, capsys):
     """Counted on code for a CPU, and compared with the operators of uncompiled blocks and exact attention.
     The code for a GPU has not been counted."""
@@ -291,6 +294,6 @@ def test_a_layer_launches_at_most_120_kernels(recompute, tmp_path, monkeypatch, 
     with capsys.disabled():
         print(
             f"\nlaunches of a layer (plain rows, a tree), recompute {recompute}: operators before "
-            f"{before['exact']}, with one attention call {before['']}, compiled {after}"
+            f"{before[0]}, with one attention call {before[1]}, compiled {after}"
         )
     assert 10 < after[0] < after[1] <= LAUNCHES_OF_A_LAYER
