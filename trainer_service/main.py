@@ -78,8 +78,8 @@ def train(ctx: ServiceContext) -> None:
         stack.enter_context(_explained(ranks))
         turns = None
         if ctx.job.placement.share is not None:
+            # They stay open until the process ends, because its memory on the device does too.
             locks = DeviceTurns.open(ctx.socket_dir)
-            stack.callback(locks.close)
             turns = TrainerTurns(locks, ctx.stopping, ctx.job.buffer.max_staleness)
             if not turns.take():  # before anything is on the device
                 return

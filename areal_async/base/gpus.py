@@ -14,9 +14,9 @@ from pathlib import Path
 FORWARDED = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_")
 """Prefixes of the variables of GPU libraries that every process of a run gets, also on other hosts."""
 NOT_FORWARDED = "CUDA_VISIBLE_DEVICES"  # It names GPUs of one host, and each process gets its own
-EXACT_PINNED_MB = 1
-"""Size above which pinned host memory is not rounded up to a power of two. `models/accelerator.py` sets it in
-torch's allocator, which rounds all sizes by default."""
+EXACT_PINNED_MB = 64
+"""Size above which pinned host memory is not rounded up to a power of two, and not kept for reuse.
+`models/accelerator.py` sets it in torch's allocator, which rounds and keeps all sizes by default."""
 DRIVER = "proc/driver/nvidia/gpus"
 DEVICES = "sys/bus/pci/devices"
 

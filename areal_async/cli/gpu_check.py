@@ -198,8 +198,11 @@ class GpuCheck:
         """Return the reason why a part cannot run; empty if it can."""
         if left_s < ENDING_S:
             return "the time was up: give more --minutes"
-        if name in ("ranks", "nccl") and self._rates()["gpus"] < 2:
-            return "it needs two GPUs"
+        try:
+            if name in ("ranks", "nccl") and self._rates()["gpus"] < 2:
+                return "it needs two GPUs"
+        except PartFailed as error:
+            return str(error)
         engine = "sglang" if name in ("ranks", "nccl") else name.removeprefix("decode-")
         if engine in ("sglang", "vllm"):
             try:
@@ -264,8 +267,11 @@ class GpuCheck:
         return figures | {"share_of_bandwidth": read / self._rates()["copied_bytes_per_s"]}
 
     def _rates(self) -> dict[str, Any]:
-        """Return what the part `machine` measured."""
-        found: dict[str, Any] = json.loads((self.folder / f"machine-{self._kind}.json").read_bytes())
+        """Return the figures of the part `machine`. Raises `PartFailed` if it has none."""
+        try:
+            found: dict[str, Any] = json.loads((self.folder / f"machine-{self._kind}.json").read_bytes())
+        except FileNotFoundError as error:
+            raise PartFailed("the part machine has no figures", []) from error
         return found
 
     def _job(self, name: str, until_s: float) -> dict[str, Any]:
@@ -345,7 +351,9 @@ def figures_of_run(run: Path) -> dict[str, Any]:
         "turns": len(turns) or None,
     }
     if turns and (awake := turns[-1]["awake_bytes"]):
-        found |= {"awake_gib": awake / GIB, "released_share": 1 - turns[-1]["asleep_bytes"] / awake}
+        found["awake_gib"] = awake / GIB
+        if (asleep := turns[-1]["asleep_bytes"]) is not None:
+            found["released_share"] = 1 - asleep / awake
         found["switches_s"] = turns[-1]["switches_s"]
     return found | {f"check_{number}_mean_nats": each["mean"] for number, each in enumerate(checks)}
 

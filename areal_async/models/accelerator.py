@@ -6,7 +6,9 @@
   gaps between fixed ones. A user's `PYTORCH_ALLOC_CONF` is kept instead. The setting is made inside the
   process and not in its environment: a child would inherit it, and the sleep mode of SGLang and vLLM does not
   work with it.
-- Pinned host memory above `EXACT_PINNED_MB` is not rounded up to a power of two.
+- Pinned host memory above `EXACT_PINNED_MB` is neither rounded up to a power of two nor kept for reuse. The
+  two limits must be equal: torch reuses a kept block for any size with the same power of two, so a block that
+  was not rounded could be too small.
 - The calling thread, and those that it starts, run on the CPUs of the GPU's NUMA node, if it is known.
 - `scaled_dot_product_attention` does not use cuDNN, which builds a plan for each new shape.
 """
@@ -14,6 +16,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +30,7 @@ from areal_async.base.log import get_logger
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with settings of the allocator, in the order in which torch reads them."""
 SEGMENTS = "expandable_segments:True"
-ROUNDING = "pinned_max_round_threshold_mb"
+ROUNDING, KEPT = "pinned_max_round_threshold_mb", "pinned_max_cached_size_mb"
 
 log = get_logger("accelerator")
 
@@ -42,8 +45,11 @@ def begin_on(device: str, **chosen: str) -> dict[str, str]:
     torch.set_float32_matmul_precision("high")
     torch.backends.cuda.enable_cudnn_sdp(False)
     allocator = next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), SEGMENTS)
-    if ROUNDING not in allocator:
+    rounded = re.search(rf"{ROUNDING}:(\d+)", allocator)
+    if rounded is None:
         allocator += f",{ROUNDING}:{EXACT_PINNED_MB}"
+    if KEPT not in allocator:
+        allocator += f",{KEPT}:{rounded[1] if rounded else EXACT_PINNED_MB}"
     torch._C._accelerator_setAllocatorSettings(allocator)
     cpus = cpus_near(names_of([torch.device(device).index or 0], os.environ))
     bind_thread(cpus)

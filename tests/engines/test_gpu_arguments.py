@@ -7,6 +7,7 @@ every recipe, are parsed by the release that is installed, in its own environmen
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,8 @@ def parsed(engine: str, commands: list[list[str]]) -> list[dict[str, Any]]:
         text=True,
         timeout=deadline_s(300),
         check=False,
+        # Without a network, vLLM would look for the model, which does not exist.
+        env={**os.environ, "HF_HUB_OFFLINE": "0"},
     )
     lines = [line for line in ended.stdout.splitlines() if line.startswith("FOUND")]
     assert lines, ended.stderr[-2000:]

@@ -22,6 +22,10 @@ print(json.dumps([told, own]))
 """
 
 
+PINNED = "pinned_max_round_threshold_mb:{0},pinned_max_cached_size_mb:{0}"
+"""A kept block that was not rounded would be given out for a size above its own."""
+
+
 def begun(device, **variables):
     """Return what `begin_on` returned and logged in a process of its own, and torch's settings after it."""
     kept = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
@@ -33,16 +37,16 @@ def begun(device, **variables):
 def test_a_process_on_a_gpu_uses_tf32_growing_segments_and_no_cudnn_attention():
     told, (precision, cudnn, allocator) = begun("cuda:0")
     assert (precision, cudnn) == ("high", False)
-    assert allocator == told["allocator"] == "expandable_segments:True,pinned_max_round_threshold_mb:1"
+    assert allocator == told["allocator"] == f"expandable_segments:True,{PINNED.format(64)}"
     assert (told["fp32_products"], told["cudnn_attention"], told["attention"]) == ("tf32", "off", "sdpa")
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_the_users_own_allocator_settings_are_kept(variable):
     told, (_, _, allocator) = begun("cuda", **{variable: "max_split_size_mb:512"})
-    assert allocator == told["allocator"] == "max_split_size_mb:512,pinned_max_round_threshold_mb:1"
-    told, _ = begun("cuda", **{variable: "pinned_max_round_threshold_mb:64"})
-    assert told["allocator"] == "pinned_max_round_threshold_mb:64"
+    assert allocator == told["allocator"] == f"max_split_size_mb:512,{PINNED.format(64)}"
+    told, _ = begun("cuda", **{variable: "pinned_max_round_threshold_mb:32"})
+    assert told["allocator"] == PINNED.format(32)
 
 
 def test_on_a_cpu_torch_is_left_as_it_is():

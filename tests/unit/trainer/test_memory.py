@@ -222,8 +222,8 @@ def test_offloaded_moments_are_in_the_memory_of_the_host():
 
 def test_copies_beside_a_gpu_are_counted_as_torch_pins_them():
     """Each tensor has memory of its own: a small one of a power of two bytes, a large one of its size."""
-    small, large = [1, 2, 3, 1000, 1 << 20], [(1 << 20) + 4, 300_000_000]
-    assert [pinned_bytes(size) for size in small] == [1, 2, 4, 1024, 1 << 20]
+    small, large = [1, 2, 3, 1000, 1 << 26], [(1 << 26) + 4, 300_000_000]
+    assert [pinned_bytes(size) for size in small] == [1, 2, 4, 1024, 1 << 26]
     assert [pinned_bytes(size) for size in large] == large
     model = shape_of(CONFIG, tensors(layers=1, head=False))
     shapes = [*tensors(layers=1, head=False).values()]

@@ -110,15 +110,17 @@ class HeldModel(ChangingModel):
     def _try_passes(self) -> None:
         """Run a pass of each kind over plain rows and over rows that share a prefix."""
         rows = probe_rows(self.module.config)
-        for chosen in (rows[2:], rows):
-            batch = self.fitted(build_micro_batch(chosen, device=self._ranks.device))
-            for trains in (False, True) if self._adamw is not None else (False,):
-                self.module.train(trains)
-                with torch.set_grad_enabled(trains):
-                    columns = packed_columns(self.module, batch, PROBED[self.use.head], self.sequence)
-                    if trains:
-                        torch.stack([column.sum() for column in columns.values()]).sum().backward()
-        self.discard()
+        try:
+            for chosen in (rows[2:], rows):
+                batch = self.fitted(build_micro_batch(chosen, device=self._ranks.device))
+                for trains in (False, True) if self._adamw is not None else (False,):
+                    self.module.train(trains)
+                    with torch.set_grad_enabled(trains):
+                        columns = packed_columns(self.module, batch, PROBED[self.use.head], self.sequence)
+                        if trains:
+                            torch.stack([column.sum() for column in columns.values()]).sum().backward()
+        finally:
+            self.discard()
 
     def fitted(self, batch: MicroBatch) -> MicroBatch:
         return fitted(self.module, batch, self.sequence)
