@@ -68,7 +68,6 @@ def compile_blocks(name: str, model: Any, how: Compile, ranks: Ranks, try_passes
         return
     for block, forward in eager:
         block.forward = forward
-    model.reset_iter_state()  # The pass that failed has left FSDP in its middle.
     family, reason = model.config.get_text_config().model_type, "another rank cannot compile them"
     if error is not None:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:REASON]}"

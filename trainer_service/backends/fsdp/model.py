@@ -191,6 +191,9 @@ class HeldModel(ChangingModel):
 
     def discard(self) -> None:
         """See `TrainingBackend.discard`."""
+        # A pass that failed leaves FSDP in its middle: whole parameters hide those that have gradients.
+        root: Any = self.module
+        root.reset_iter_state()
         for parameter in (*self.module.parameters(), *self.shards.values()):
             parameter.grad = None
 
