@@ -41,11 +41,6 @@ class DeviceTurns:
         flags = os.O_RDWR | os.O_CREAT
         return cls(open_own(folder / "device.turn", flags), open_own(folder / "device.wish", flags))
 
-    def close(self) -> None:
-        """Release all locks of this process, unless a server has inherited them."""
-        os.close(self.turn_fd)
-        os.close(self.wish_fd)
-
     # --- the engines' side ---------------------------------------------------------------------------
 
     @property

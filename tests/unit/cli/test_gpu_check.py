@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_async.base.events import FOLDER
 from areal_async.cli import gpu_check
 from areal_async.cli.gpu import block
 from areal_async.cli.gpu_check import (
@@ -18,6 +19,7 @@ from areal_async.cli.gpu_check import (
     GpuCheck,
     PartFailed,
     PartOutcome,
+    figures_of_run,
     judged,
     run_part,
     time_for,
@@ -94,6 +96,24 @@ def test_parts_that_cannot_run_say_why(tmp_path, monkeypatch):
     assert {"has no Python environment with sglang" in outcome.why for outcome in found.values()} == {True}
     late = GpuCheck(tmp_path, "cuda:0", time.monotonic())
     assert "give more --minutes" in late.run(["steps"], lambda *_: None)["steps"].why
+
+
+def test_other_parts_go_on_without_the_figures_of_the_machine(tmp_path):
+    work = GpuCheck(tmp_path, "cuda:0", time.monotonic() + 600)
+    found = work.run(["ranks", "nccl"], lambda *_: None)
+    assert {(outcome.status, outcome.why) for outcome in found.values()} == {
+        ("not run", "the part machine has no figures")
+    }
+
+
+@pytest.mark.parametrize(("asleep", "released"), [(25, 0.75), (None, None)])
+def test_memory_that_could_not_be_read_is_a_figure_that_is_missing(tmp_path, asleep, released):
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / FOLDER).mkdir()
+    turn = {"event": "engine_turn", "awake_bytes": 100, "asleep_bytes": asleep, "switches_s": 1.0}
+    (tmp_path / FOLDER / "rollout-0.jsonl").write_text(json.dumps(turn) + "\n")
+    found = figures_of_run(tmp_path)
+    assert (found["turns"], found.get("released_share"), found["switches_s"]) == (1, released, 1.0)
 
 
 def test_wrong_arguments_are_refused_before_anything_starts(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -53,6 +54,12 @@ def test_a_planned_switch_moves_everything_there_and_back():
 # --- the locks ---------------------------------------------------------------------------------------
 
 
+def close(turns):
+    """Close the locks as the kernel does when their process ends."""
+    os.close(turns.turn_fd)
+    os.close(turns.wish_fd)
+
+
 def test_a_device_has_engines_or_the_trainer_and_a_wish_keeps_engines_away(tmp_path):
     engine, other, trainer = (DeviceTurns.open(tmp_path) for _ in range(3))
     assert engine.try_wake()
@@ -69,7 +76,7 @@ def test_a_device_has_engines_or_the_trainer_and_a_wish_keeps_engines_away(tmp_p
     assert not engine.wished
     assert engine.try_wake()
     for each in (engine, other, trainer):
-        each.close()
+        close(each)
 
 
 HOLDER = """
@@ -92,7 +99,7 @@ def test_a_killed_process_loses_its_turn_and_its_wish(tmp_path, call):
         assert not turns.try_train()
         holder.kill()
     assert turns.try_train()
-    turns.close()
+    close(turns)
 
 
 def test_the_turn_of_a_killed_worker_lasts_as_long_as_its_server(tmp_path):
@@ -100,13 +107,13 @@ def test_the_turn_of_a_killed_worker_lasts_as_long_as_its_server(tmp_path):
     assert held.try_wake()
     sleeping = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
     server = ServerProcess("the server", sleeping, {}, tmp_path / "log", held_fds=(held.turn_fd,))
-    held.close()  # as the kernel does when the worker is killed
+    close(held)  # as the kernel does when the worker is killed
     assert not trainer.try_train()
     server.kill()
     while server.alive:
         pass
     assert trainer.try_train()
-    trainer.close()
+    close(trainer)
 
 
 # --- a set of engines --------------------------------------------------------------------------------
