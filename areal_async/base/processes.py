@@ -40,8 +40,9 @@ MOST_FILES = 1 << 16  # most open files that a process allows itself
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 GONE_LIMIT_S = 10.0  # longest wait for a killed process, which a kernel call of a driver may block
 
-OnOrphaned = Literal["terminate", "kill", "kill_group"]
-"""Action on a child whose parent has died: SIGTERM, SIGKILL, or SIGKILL for its whole process group."""
+OnOrphaned = Literal["terminate", "kill", "kill_all"]
+"""Action on a child whose parent has died: SIGTERM, SIGKILL, or SIGKILL for it and all its descendants. With
+`kill_all` the process of this child is the guard, which ends only after all of them have ended."""
 
 
 class ChildProcess:
@@ -69,6 +70,7 @@ class ChildProcess:
         self._ready_fd: int | None = None
         self._ready_line = b""
         self._status: int | None = None
+        self._guard_kills = on_orphaned == "kill_all"
         ours: list[int] = []
         passed = list(pass_fds)
         guarded = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), on_orphaned, *command]
@@ -124,7 +126,7 @@ class ChildProcess:
             # The group is killed before the child is reaped. Until then no other group can get its number.
             over = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if over is not None:
-                self.kill()
+                self._kill_group()
                 self._status = self._popen.wait()
         return self._status
 
@@ -138,10 +140,18 @@ class ChildProcess:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the child and its process group. A repeated call is harmless."""
+        """Kill the child and its process group. With `kill_all`, the guard does this. A repeated call is
+        harmless."""
         if self._status is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            if self._guard_kills:
+                os.kill(self.pid, signal.SIGTERM)
+                os.kill(self.pid, signal.SIGCONT)  # a stopped guard takes no other signal
+            else:
+                self._kill_group()
+
+    def _kill_group(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def join(self) -> int:
         """Block until the child has ended, and return its exit status."""

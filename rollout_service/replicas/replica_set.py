@@ -92,6 +92,7 @@ class EngineReplica:
         self._before = (0, 0)  # Tokens and requests of its earlier engines
         self._restarts = Restarts(self.policy)
         self._served_s: float | None = None
+        self._pause_s: float | None = 0.0  # Before its next start. None: it died too often
         self._recorded: VersionTag | None = None
         self._most_requests = 1
 
@@ -155,19 +156,24 @@ class EngineReplica:
 
     def lose(self, error: EngineError) -> None:
         """Record that the replica's engine is dead. The caller must then call `revive`."""
-        self._before, self.serves, self.error = self.totals(), False, error
+        self._before, self.serves = self.totals(), False
+        self._count_death(error)
+
+    def _count_death(self, error: EngineError) -> None:
+        self._pause_s = self._restarts.died(self.clock(), served_s=self._served_s)
+        self._served_s, self.error = None, error
         metrics.ENGINE_DEATHS.inc()
 
     async def revive(self, fetch: Fetch) -> None:
-        """Start another engine. Raises `ReplicaGone`."""
+        """Start another engine. Raises `ReplicaGone`. May be called again after it was cancelled, which is no
+        death."""
         while True:
             try:
                 async with asyncio.timeout(END_LIMIT_S):
                     await self.engine.stop()
             except (TimeoutError, EngineError) as error:
                 log.warning("an engine did not end", error=str(error), replica=self.index)
-            pause_s = self._restarts.died(self.clock(), served_s=self._served_s)
-            deaths = len(self._restarts.deaths_s)
+            deaths, pause_s = len(self._restarts.deaths_s), self._pause_s
             if pause_s is None:
                 raise ReplicaGone(
                     f"replica {self.index} died {deaths} times within {self.policy.window_s:.0f} s "
@@ -176,14 +182,14 @@ class EngineReplica:
             told = {"replica": self.index, "deaths": deaths, "pause_s": round(pause_s, 2)}
             log.warning("engine is started again", **told, error=str(self.error))
             await asyncio.sleep(pause_s)
+            self._pause_s = 0.0
             try:
                 async with fetch() as snapshot:
                     self.engine = self.make(self.index)
                     await self.engine.start(snapshot)
                 return
             except EngineError as error:
-                self.error, self._served_s = error, None
-                metrics.ENGINE_DEATHS.inc()
+                self._count_death(error)
 
 
 # --- the set -----------------------------------------------------------------------------------------

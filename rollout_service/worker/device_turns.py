@@ -8,6 +8,7 @@ continue after the trainer's turn, with their KV computed again under the newest
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from rollout_service import metrics
 from rollout_service.replicas import ReplicaSet
 
 log = get_logger("turns")
+
+MEASURED_TURNS = 10
+"""The memory of sleeping engines is measured once in so many turns, because the trainer waits meanwhile."""
 
 
 @dataclass(eq=False)
@@ -45,13 +49,15 @@ class EngineTurns:
     async def run(self) -> None:
         """Give the device away whenever the trainer wishes for it, until cancelled. The engines must be awake
         and have the device."""
-        while True:
+        asleep: int | None = None
+        for turn in itertools.count():
             while not self.turns.wished:  # noqa: ASYNC110
                 await asyncio.sleep(LOOK_S)
             failpoint("turn.engine_saw_wish")
             begun_s = time.monotonic()
             await self.engine.sleep()
-            asleep = await self.engine.device_bytes()
+            if turn % MEASURED_TURNS == 0:
+                asleep = await self.engine.device_bytes()
             failpoint("turn.engine_asleep")
             slept_s = time.monotonic()
             self.turns.slept()

@@ -496,11 +496,12 @@ class HttpEngine:
         if watcher is not None:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
-        server, self._server = self._server, None
+        server = self._server
         if server is not None:
             server.liveness.close()
             if server.process is not None:
-                await server.process.stop()
+                await server.process.end()  # if this is cancelled, the next call waits for the end
+        self._server = None
         await self._calls.settle()
         if server is not None:
             await server.client.close()

@@ -1,6 +1,6 @@
 """The server of an engine: start or attach, wait, watch, and end it with all its child processes.
 
-Promises: the server's process group is gone after `stop`, and after the death of this process for any reason
+Promises: all processes of the server are gone after `end`, and after the death of this process for any reason
 (see `base/processes.py`). If a server ends before it serves, or is not ready in time, `EngineError` shows
 the last lines of its log. A server whose process has ended is dead immediately. A server whose process still
 runs, or that is attached, may only be slow. Such a server is treated as dead after several unanswered probes
@@ -58,7 +58,7 @@ def free_port() -> int:
 
 
 class ServerProcess(ChildProcess):
-    """A started server. Its process group does not outlive this process. `name` is for messages."""
+    """A started server. None of its processes outlives this process. `name` is for messages."""
 
     def __init__(
         self,
@@ -70,17 +70,22 @@ class ServerProcess(ChildProcess):
         held_fds: Sequence[int] = (),
     ) -> None:
         """Start `argv` with exactly `environment`, on these CPUs if there are any. The output is appended to
-        `log_path`. The guard of the process group inherits `held_fds`."""
+        `log_path`. The server and its guard inherit `held_fds`."""
         self.name = name
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_from = log_path.stat().st_size if log_path.exists() else 0
         try:
             with children_on(cpus):
-                fates: dict[str, Any] = {"on_orphaned": "kill_group", "pass_fds": held_fds}
+                fates: dict[str, Any] = {"on_orphaned": "kill_all", "pass_fds": held_fds}
                 super().__init__(argv, environment=environment, output=log_path, **fates)
         except OSError as error:
             raise EngineError(f"{name} cannot be started: {error}") from error
+
+    async def end(self) -> None:
+        """Kill the server and return once all its processes have ended, so that their memory is free."""
+        while await self.stop() is None:
+            log.warning("an engine server is killed but has not ended", server=self.name, pid=self.pid)
 
     def tail(self) -> str:
         """Return the last lines that this server wrote."""
@@ -203,7 +208,7 @@ async def started(
                 )
             return process, client
         except BaseException as error:
-            await process.stop()
+            await process.end()
             await client.close()
             taken = isinstance(error, EngineError) and PORT_TAKEN in process.written()
             if not taken or attempt == STARTS:

@@ -27,6 +27,7 @@ from rollout_service.engines.base import (
     RequestError,
     UpdateMode,
 )
+from rollout_service.engines.http import engine as http_engine
 from rollout_service.engines.http.adapter import Patience, ServerSettings
 from rollout_service.engines.http.engine import Calls, HttpEngine
 from rollout_service.engines.http.process import attached
@@ -75,6 +76,39 @@ async def serving_engine(
 
 def asked(name: str = "r") -> GenerateRequest:
     return GenerateRequest(name, [1, 2], GREEDY)
+
+
+async def test_an_engine_has_stopped_only_when_its_server_has_ended(tmp_path, monkeypatch):
+    """Also if an earlier `stop` was cancelled: until then the server's memory is not free."""
+    asked_to_end, ended = asyncio.Event(), asyncio.Event()
+
+    class Process:
+        alive = True
+
+        async def end(self) -> None:
+            asked_to_end.set()
+            await ended.wait()
+
+    write_model(tmp_path / "model", seed=0)
+    async with FakeServer().serving() as client:
+
+        async def started(*_: Any) -> Any:
+            return Process(), client
+
+        monkeypatch.setattr(http_engine, "started", started)
+        settings = ServerSettings(slots=4, max_model_len=64, python=Path("python"), patience=PATIENCE)
+        engine = HttpEngine(SGLangAdapter(tmp_path / "model", settings))
+        await engine.start(Offer(tmp_path, 0))
+        first = asyncio.ensure_future(engine.stop())
+        await asked_to_end.wait()
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        second = asyncio.ensure_future(engine.stop())
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not second.done()
+        ended.set()
+        await second
 
 
 async def test_a_session_is_cached_under_the_version_it_began_under_if_this_server_had_it(tmp_path):

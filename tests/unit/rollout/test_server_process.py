@@ -63,9 +63,9 @@ async def test_a_server_is_waited_for_and_ended_with_its_children(tmp_path: Path
         await process.wait_ready(serves, DEADLINE_S)
         assert process.alive
         pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
-        await process.stop()
+        await process.end()
         assert not process.alive
-        await eventually(lambda: all(map(is_gone, pids)))
+        assert all(map(is_gone, pids))
     # That it loads is said to who asks for the status.
     assert waiting[0] == {"server": "its test server to load"}
     assert board.status("rollout-0", serves=False).waiting_for == {}

@@ -81,7 +81,7 @@ def test_a_child_tells_once_that_it_is_ready():
         child.close()
 
 
-@pytest.mark.parametrize("guard", [{}, {"on_orphaned": "kill_group"}], ids=["plain", "guarded"])
+@pytest.mark.parametrize("guard", [{}, {"on_orphaned": "kill_all"}], ids=["plain", "guarded"])
 async def test_what_a_child_started_ends_with_it_and_the_status_is_its_own(tmp_path, guard):
     child = ChildProcess(python(WITH_HELPER + "raise SystemExit(5)"), output=tmp_path / "log", **guard)
     assert await ended(child) == 5
@@ -102,7 +102,50 @@ async def test_a_child_is_asked_to_end_and_killed_if_it_does_not(tmp_path, code,
     child.terminate()
 
 
-@pytest.mark.parametrize("how", ["terminate", "kill", "kill_group"])
+OUTSIDE = "os.setsid()"
+AS_ORPHAN = "os.setsid(); os.fork() and os._exit(0)"
+
+
+@pytest.mark.parametrize("leaves", [OUTSIDE, AS_ORPHAN], ids=["other session", "orphan"])
+@pytest.mark.parametrize("stopped", [False, True], ids=["", "stopped"])
+async def test_a_guard_ends_after_every_process_of_its_command_has_ended(tmp_path, leaves, stopped):
+    """The guard holds what it inherited, such as a lock, until then: a large process takes seconds to end."""
+    code = (
+        "import os, time; from pathlib import Path\n"
+        f"if os.fork() == 0: {leaves}; held = b'x' * (200 << 20); print(os.getpid(), flush=True)\n"
+        "time.sleep(600)"
+    )
+    read, write = os.pipe()
+    child = ChildProcess(python(code), output=tmp_path / "log", on_orphaned="kill_all", pass_fds=[write])
+    os.close(write)
+    wait_for(lambda: (tmp_path / "log").read_text())
+    helper = int((tmp_path / "log").read_text())
+    if stopped:
+        os.kill(child.pid, signal.SIGSTOP)
+    assert await child.stop() == -signal.SIGKILL
+    assert is_gone(helper)
+    assert os.read(read, 1) == b""  # nobody has it open any longer
+    os.close(read)
+
+
+async def test_the_command_keeps_what_it_inherited_if_its_guard_is_killed(tmp_path):
+    """Its memory may be freed long after its guard has ended, and the lock must last until then."""
+    code = "import os, sys, time; print(os.fstat(int(sys.argv[1])).st_ino, flush=True); time.sleep(600)"
+    read, write = os.pipe()
+    child = ChildProcess(
+        python(code, str(write)), output=tmp_path / "log", on_orphaned="kill_all", pass_fds=[write]
+    )
+    pipe = os.fstat(write).st_ino
+    os.close(write)
+    wait_for(lambda: (tmp_path / "log").read_text())
+    assert int((tmp_path / "log").read_text()) == pipe
+    os.kill(child.pid, signal.SIGKILL)
+    assert await ended(child) == -signal.SIGKILL
+    assert os.read(read, 1) == b""  # the kernel ended the command too
+    os.close(read)
+
+
+@pytest.mark.parametrize("how", ["terminate", "kill", "kill_all"])
 def test_a_child_does_not_outlive_the_process_that_started_it(tmp_path, how):
     log = tmp_path / "log"
     code = WITH_HELPER + "import os; print(os.getpid(), flush=True); time.sleep(600)"
@@ -125,7 +168,7 @@ def test_a_child_does_not_outlive_the_process_that_started_it(tmp_path, how):
         parent.wait()
     helper, child = map(int, log.read_text().split())
     wait_for(lambda: is_gone(child))
-    if how == "kill_group":
+    if how == "kill_all":
         wait_for(lambda: is_gone(helper))
     else:
         os.kill(helper, signal.SIGKILL)
