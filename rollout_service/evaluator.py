@@ -176,6 +176,8 @@ class Evaluator:
     first_failure_ends: bool = False
     shares: bool = False
     """Whether the engine belongs to a worker, which has started it and watches it."""
+    limit_s: float | None = None
+    """Longest time in seconds to sample the answers, from the moment at which the weights are loaded."""
     others: Sequence[Companion] = ()
     on_verdict: Callable[[Task, int, RewardInput, Verdict], None] = lambda *_: None
     """Callback with each task, sample number, answer and verdict."""
@@ -200,8 +202,8 @@ class Evaluator:
 
     async def evaluate(self, snapshot: Weights, tasks: Sequence[Task]) -> Evaluation:
         """Load `snapshot`, sample the configured number of answers for every task, and score them. Raises
-        `EvaluationError` if nothing was scored, `EngineError` if the snapshot cannot be loaded, and
-        `ReplicaGone` if the engine died. No result is recorded then."""
+        `EvaluationError` if nothing was scored, `EngineError` if the snapshot cannot be loaded,
+        `ReplicaGone` if the engine died, and `TimeoutError` after `limit_s`. No result is recorded then."""
         for other in self.others:
             await other.refresh()
         self.engine.pinned = snapshot
@@ -211,7 +213,8 @@ class Evaluator:
             if self.engine.version != snapshot.tag:
                 raise EvaluationError(f"the engine serves {self.engine.version}, not {snapshot.tag}")
             tokens = self.engine.stats().tokens_total
-            answers, failures = await self._answers(tasks)
+            async with asyncio.timeout(self.limit_s):  # a load that is cut off would cost the engine
+                answers, failures = await self._answers(tasks)
         finally:
             self.engine.pinned = None
         # The answers to one task form a group, because a reward may judge them together.
@@ -446,7 +449,6 @@ class SharedEvaluations:
     evaluator: Evaluator
     tasks: Sequence[Task]
     run_log: RunRecords
-    limit_s: float = EVALUATION_LIMIT_S
     _after: VersionTag | None = None
 
     async def first(self) -> Weights | None:
@@ -465,10 +467,10 @@ class SharedEvaluations:
         while (notice := await self._next()) is not None and notice.tag <= tag:
             self._after = notice.tag
             try:
-                async with asyncio.timeout(self.limit_s):
-                    await _evaluate_one(self.source, self.evaluator, self.tasks, self.run_log, notice)
+                await _evaluate_one(self.source, self.evaluator, self.tasks, self.run_log, notice)
             except TimeoutError:
-                why = f"the evaluation of version {notice.tag.version} took more than {self.limit_s:g} s"
+                limit_s = self.evaluator.limit_s
+                why = f"the evaluation of version {notice.tag.version} took more than {limit_s:g} s"
                 log.warning("snapshot not evaluated", version=notice.tag.version, error=why)
                 await acknowledge(self.source, notice.tag, error=why)
 
@@ -496,6 +498,7 @@ async def shared_evaluations(
     try:
         async with LocalScorer(job.reward, workers=1, inline=ctx.inline) as scorer:
             how: Any = {"job": job, "gateway": gateway, "first_failure_ends": ctx.inline, "shares": True}
+            how["limit_s"] = EVALUATION_LIMIT_S
             evaluator = Evaluator(engine, scorer, workflow_of(job), render, **how)
             yield SharedEvaluations(source, evaluator, tasks, records)
     finally:

@@ -7,8 +7,8 @@ Two files in the run's folder of sockets carry the turns as locks of the operati
 - `wish` is held by the trainer from the moment at which it wants the device until it has left it.
 
 A lock ends with its process, whatever kills it, so no message can be lost and no turn outlives its owner. A
-started engine server inherits the lock of its worker. A killed worker thus keeps the device until every process
-of its server has ended. Only processes on one host can share a device in this way.
+started engine server inherits the lock of its worker. A killed worker thus keeps the device until every
+process of its server has ended. Only processes on one host can share a device in this way.
 """
 
 from __future__ import annotations

@@ -77,10 +77,11 @@ class Shared:
         self.scorer, self.publisher = Exact(), publisher
         render, self.path = Renderer(AutoTokenizer.from_pretrained(made.directory)), tmp_path / "log.jsonl"
         workflow = workflow or load_workflow("single_turn")
-        evaluator = Evaluator(self.engine, self.scorer, workflow, render, job=job(made), shares=True)
+        how = {"job": job(made), "shares": True} | how
+        evaluator = Evaluator(self.engine, self.scorer, workflow, render, **how)
         self.tasks = [Task(f"t{n}", prompt, ground_truth="1") for n, prompt in enumerate(PROMPTS)]
         source = publisher.evaluating()
-        self.evaluations = SharedEvaluations(source, evaluator, self.tasks, RunLog(self.path), **how)
+        self.evaluations = SharedEvaluations(source, evaluator, self.tasks, RunLog(self.path))
         self.versions: list[int] = []
         self.updates = WeightUpdates(
             publisher,  # type: ignore[arg-type]
@@ -146,12 +147,23 @@ async def test_a_killed_worker_repeats_its_evaluation_on_the_pinned_weights(endl
     assert second.versions == [2, 2, 7]
 
 
-async def test_an_evaluation_that_takes_too_long_is_given_up_and_the_weights_go_on(endless, tmp_path):
+async def test_an_evaluation_that_takes_too_long_is_given_up_and_the_weights_go_on(
+    endless, tmp_path, monkeypatch
+):
     async def endless_talk(ctx: Any, task: Task) -> None:
         await asyncio.Event().wait()
 
     shared = Shared(endless, tmp_path, Publisher(endless, 2, newest=[2, 7]), endless_talk, limit_s=0.2)
+    exchange, at_load = shared.engine.exchange, []
+
+    async def slow_exchange(snapshot: Any) -> Any:
+        await asyncio.sleep(0.3)
+        at_load.append(list(shared.evaluations.source.acks))
+        return await exchange(snapshot)
+
+    monkeypatch.setattr(shared.engine, "exchange", slow_exchange)
     assert await shared.run() == []
+    assert at_load[0] == [], "the limit includes the load"
     assert shared.versions == [2, 2, 7]
     ((version, error),) = shared.evaluations.source.acks
     assert version == 2
