@@ -10,6 +10,8 @@ LOCK := $(if $(CUDA),deploy/cuda/)
 ARGS ?=
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
+# Some machines forbid it. Without it each of the many processes of the tests compiles every module again.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Where the servers' own environments lie; another folder is named by the variable AREAL_ASYNC_ENGINES.
 ENGINES := $(or $(AREAL_ASYNC_ENGINES),.engines)
