@@ -82,6 +82,8 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "attention kernels": ("sglang-kernel", "flash-attn-4", "flashinfer-python"),
 }
 """Label of each row of the matrix → the packages in it."""
+OPTIONAL = ("megatron-core",)
+"""Packages that the extra `cuda` does not install: another extra does."""
 BUNDLED = {"trainer": "in torch", "vllm": "in vLLM"}
 """Environment → the package that has attention kernels of its own."""
 
