@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
+import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from rich.table import Table
 
 from areal_async.cli.doctor import INSTALL_GPU, Finding, gpu_files
 from areal_async.config.engines import EngineMissing, find_engine_python
-from areal_async.config.versions import LEAST_DRIVER, STACKS, matrix
+from areal_async.config.versions import LEAST_DRIVER, OPTIONAL, STACKS, matrix
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ def examine_gpu() -> Iterator[Finding]:
     machine = ask_driver()
     yield of_driver(machine)
     yield of_build(machine, torch.__version__, torch.version.cuda)
+    yield of_compiler()
     yield of_packages("trainer", installed(STACKS["trainer"].packages), INSTALL_GPU)
     for engine in ("sglang", "vllm"):
         fix = f"Run `make engines-gpu ENGINE={engine}` if you use it"
@@ -90,6 +96,23 @@ def of_build(machine: Machine, release: str, cuda: str | None) -> Finding:
     return Finding("warn", "torch", f"{release} is a CPU build", f"On a machine with a GPU: {INSTALL_GPU}")
 
 
+def of_compiler() -> Finding:
+    """Return the finding about the C++ compiler and the headers of this Python: Triton and torch compile with
+    them when a job runs."""
+    compiler = os.environ.get("CXX", "g++").partition(" ")[0]
+    python = f"python{platform.python_version().rpartition('.')[0]}"
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    lacks = {}
+    if shutil.which(compiler) is None:
+        lacks[compiler] = "g++"
+    if not headers.is_file():
+        lacks[str(headers)] = f"{python}-dev"
+    if not lacks:
+        return Finding("ok", "compiler", f"{compiler}, headers of {python}")
+    fix = f"On Debian and Ubuntu: `apt install {' '.join(lacks.values())}`"
+    return Finding("fail", "compiler", f"kernels cannot be compiled without {' and '.join(lacks)}", fix)
+
+
 def installed(wanted: Mapping[str, str], places: list[str] | None = None) -> dict[str, str]:
     """Return the release of each wanted package that is installed, in the folders `places` or here."""
     found = {}
@@ -104,11 +127,13 @@ def installed(wanted: Mapping[str, str], places: list[str] | None = None) -> dic
 
 
 def of_packages(stack: str, found: Mapping[str, str], fix: str) -> Finding:
-    """Compare an environment with the matrix. A CPU build differs, and the suffix `+cu130` does not."""
-    wanted = STACKS[stack].packages
+    """Compare an environment with the matrix. A CPU build differs, and the suffix `+cu130` does not. An
+    optional package may be missing."""
     wrong = []
-    for name, release in wanted.items():
+    for name, release in STACKS[stack].packages.items():
         its = found.get(name, "missing")
+        if name in OPTIONAL and name not in found:
+            continue
         if its.partition("+")[0] != release or its.endswith("+cpu"):
             wrong.append(f"{name} {its} instead of {release}")
     if not wrong:

@@ -5,7 +5,8 @@ of memory is reported with the end of its log, and the other parts still run.
 
 - `machine`: versions, driver, and the rates of a copy and of a matrix product.
 - `logprobs`: log-probs in bf16 on the device against fp32 on the CPU.
-- `steps`: training steps on ragged groups, with the shapes of a model of 1.7 billion parameters in bf16.
+- `steps`: training steps on ragged groups in bf16. The model has 1.7 or 0.6 billion parameters, by the
+  GPU's memory.
 - `local`, `sglang`, `vllm`: a job of four steps whose engine and trainer share the GPU in turns. The
   trainer's self-check compares log-probs at the start and after an update of the weights.
 - `decode-sglang`, `decode-vllm`: the server's rate beside the memory's bandwidth.
@@ -15,6 +16,7 @@ of memory is reported with the end of its log, and the other parts still run.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -53,6 +55,8 @@ ENDING_S = 5.0
 """Seconds in which a part that is told to end must have ended."""
 LOG_LINES = 12
 GIB = 1 << 30
+LEAST_GIB = {"large": 60, "small": 20}
+"""Size of the model -> least memory of the GPU, in GiB: enough for a training step and a sleeping server."""
 PROMPTS = 64
 MEMORY: Mapping[str, Mapping[str, float]] = {
     "local": {},
@@ -97,7 +101,8 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     """File for the figures, as JSON."""
     device: str
     dtype: str
-    tiny: bool = False
+    size: Literal["large", "small", "tiny"] = "large"
+    """Size of the model and of a step."""
 
 
 class DecodePart(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,17 +192,21 @@ class GpuCheck:
         found: dict[str, PartOutcome] = {}
         for index, name in enumerate(parts):
             left_s = self.until_s - time.monotonic()
-            if why := self._refused(name, left_s):
+            why = self._refused(name)
+            if not why and left_s < ENDING_S:
+                why = "the time was up: give more with --minutes"
+            if why:
                 found[name] = PartOutcome("not run", why=why)
             else:
-                found[name] = self._part(name, time_for(parts[index:], left_s))
+                later = [each for each in parts[index + 1 :] if not self._refused(each)]
+                found[name] = self._part(name, time_for([name, *later], left_s))
             told(name, found[name])
         return found
 
-    def _refused(self, name: str, left_s: float) -> str:
+    def _refused(self, name: str) -> str:
         """Return the reason why a part cannot run; empty if it can."""
-        if left_s < ENDING_S:
-            return "the time was up: give more --minutes"
+        if name != "machine" and self._size() is None:
+            return f"the GPU has less than {LEAST_GIB['small']} GiB: add --tiny for a tiny model"
         try:
             if name in ("ranks", "nccl") and self._rates()["gpus"] < 2:
                 return "it needs two GPUs"
@@ -211,11 +220,29 @@ class GpuCheck:
                 return str(error)
         return ""
 
+    def _size(self) -> Literal["large", "small", "tiny"] | None:
+        """Return the size of model for the GPU's memory; None if none fits. If the part `machine` failed, the
+        memory is not known, and the size is `small`."""
+        if self.tiny:
+            return "tiny"
+        try:
+            gib = self._rates().get("memory_gib", math.inf)
+        except PartFailed:
+            return "small" if self.on_gpu else "large"
+        if gib >= LEAST_GIB["large"]:
+            return "large"
+        return "small" if gib >= LEAST_GIB["small"] else None
+
     def _part(self, name: str, limit_s: float) -> PartOutcome:
         begun_s = time.monotonic()
         until_s = begun_s + limit_s
         try:
-            if name in ("machine", "steps"):
+            if name == "machine":
+                figures = self._measured(name, self.device, until_s)
+                if size := self._size():
+                    figures["model"] = size
+                    self._make_model(until_s)
+            elif name == "steps":
                 figures = self._measured(name, self.device, until_s)
             elif name == "logprobs":
                 figures = self._gap(until_s)
@@ -224,21 +251,25 @@ class GpuCheck:
             else:
                 figures = self._job(name, until_s)
         except PartFailed as error:
-            return PartOutcome("failed", time.monotonic() - begun_s, why=str(error), log=error.log)
+            why = str(error) or f"it took longer than {limit_s:.0f} s: give more with --minutes"
+            return PartOutcome("failed", time.monotonic() - begun_s, why=why, log=error.log)
         return PartOutcome("ok", time.monotonic() - begun_s, figures)
 
     def _measured(self, measure: Any, device: str, until_s: float) -> dict[str, Any]:
         """Return the figures of a measurement by the trainer, after its model has been made."""
-        if not (self.folder / "model").exists() and measure != "model":
-            self._measured("model", self.device, until_s)
+        if measure not in ("machine", "model"):
+            self._make_model(until_s)
         out = self.folder / f"{measure}-{device.partition(':')[0]}.json"
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
-        part = StepPart(
-            measure=measure, folder=self.folder, out=out, device=device, dtype=dtype, tiny=self.tiny
-        )
+        size = self._size() or "small"
+        part = StepPart(measure=measure, folder=self.folder, out=out, device=device, dtype=dtype, size=size)
         self._program("trainer_service.tools.step_check", part, until_s)
         figures: dict[str, Any] = json.loads(out.read_bytes())
         return figures
+
+    def _make_model(self, until_s: float) -> None:
+        if not (self.folder / "model").exists():
+            self._measured("model", self.device, until_s)
 
     def _gap(self, until_s: float) -> dict[str, Any]:
         """Return the differences of log-probs between the device and the CPU, in nats."""
@@ -259,7 +290,7 @@ class GpuCheck:
         out = self.folder / f"decode-{engine}.json"
         in_flight, new_tokens = (4, 16) if self.tiny else (PROMPTS, 256)
         part = DecodePart(
-            job_file=self._write_job(engine), out=out, in_flight=in_flight, new_tokens=new_tokens
+            job_file=self._write_job(engine, until_s), out=out, in_flight=in_flight, new_tokens=new_tokens
         )
         self._program("rollout_service.tools.decode_check", part, until_s)
         figures: dict[str, Any] = json.loads(out.read_bytes())
@@ -276,15 +307,14 @@ class GpuCheck:
 
     def _job(self, name: str, until_s: float) -> dict[str, Any]:
         """Run a job and return figures of its records."""
-        job_file = self._write_job(name)
+        job_file = self._write_job(name, until_s)
         command = ["areal_async", "run", str(job_file), "--plain", "--overwrite"]
         run_part(command, self.folder / f"{name}.log", until_s)
         return figures_of_run(self.folder / "runs" / f"gpu-check-{name}")
 
-    def _write_job(self, name: str) -> Path:
-        """Write the job of a part, its tasks and its reward."""
-        if not (self.folder / "model").exists():
-            self._measured("model", self.device, self.until_s)
+    def _write_job(self, name: str, until_s: float) -> Path:
+        """Write the job of a part, its model, its tasks and its reward."""
+        self._make_model(until_s)
         path = self.folder / f"{name}.yaml"
         (self.folder / "reward.py").write_text(REWARD)
         truth = {"style": "rule", "ground_truth": ""}
@@ -364,7 +394,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 class PartFailed(Exception):
-    """A part that failed or took too long, with the end of its log."""
+    """A part that failed, with the end of its log. The message is empty if its time was up."""
 
     def __init__(self, why: str, log: list[str]) -> None:
         super().__init__(why)
@@ -385,7 +415,7 @@ def run_part(command: Sequence[str], log: Path, until_s: float) -> None:
         try:
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise PartFailed(f"it took longer than {limit_s:.0f} s", _tail(log)) from None
+            raise PartFailed("", _tail(log)) from None
         finally:
             _end(process)
     if process.returncode:

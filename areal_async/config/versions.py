@@ -42,6 +42,7 @@ STACKS: Mapping[str, Stack] = {
             "sglang": "0.5.23",
             "torch": "2.14.1",
             "cuda-toolkit": "13.0.3.0",
+            "nvidia-cuda-nvcc": "13.0.88",
             "nvidia-nccl-cu13": "2.30.7",
             "nvidia-cudnn-cu13": "9.24.0.43",
             "triton": "3.8.0",
@@ -57,6 +58,7 @@ STACKS: Mapping[str, Stack] = {
             "vllm": "0.32.0",
             "torch": "2.13.0",
             "cuda-toolkit": "13.0.3.0",
+            "nvidia-cuda-nvcc": "13.0.88",
             "nvidia-nccl-cu13": "2.29.7",
             "nvidia-cudnn-cu13": "9.20.0.48",
             "triton": "3.7.1",
@@ -71,6 +73,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "server": ("sglang", "vllm"),
     "torch": ("torch",),
     "CUDA": ("cuda-toolkit",),
+    "CUDA compiler": ("nvidia-cuda-nvcc",),
     "NCCL": ("nvidia-nccl-cu13",),
     "cuDNN": ("nvidia-cudnn-cu13",),
     "Triton": ("triton",),
@@ -79,6 +82,8 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "attention kernels": ("sglang-kernel", "flash-attn-4", "flashinfer-python"),
 }
 """Label of each row of the matrix → the packages in it."""
+OPTIONAL = ("megatron-core",)
+"""Packages that the extra `cuda` does not install: another extra does."""
 BUNDLED = {"trainer": "in torch", "vllm": "in vLLM"}
 """Environment → the package that has attention kernels of its own."""
 

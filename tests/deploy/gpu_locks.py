@@ -28,6 +28,9 @@ OF_A_BUILD = {
 }
 """Packages whose releases may differ between a CPU environment and its CUDA twin."""
 
+COMPILING = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-cccl", "nvidia-cuda-nvrtc")
+"""Compilers of CUDA, their parts and their headers. Servers compile kernels with them when they run."""
+
 Pins = dict[str, str]
 
 
@@ -68,6 +71,7 @@ def drift(ends: Ends) -> Iterator[str]:
     """Yield each disagreement between two ends."""
     for folder in CPU.values():
         yield from _incomplete(folder, ends.locks[folder], ends.wheels[folder])
+        yield from _compiler_apart(folder, ends.locks[folder])
     yield from _unsatisfied(TRAINER, ends.locks[TRAINER], {"areal-async": ends.project})
     for name, stack in STACKS.items():
         for package, version in ends.matrix[name].items():
@@ -100,6 +104,15 @@ def _unsatisfied(folder: str, lock: Pins, wheels: Mapping[str, list[str]]) -> It
             version = lock.get(canonicalize_name(parsed(needed).name))
             if version is None or not suits(needed, version):
                 yield f"{folder}: {pin} requires {needed}, and the lock has {version}"
+
+
+def _compiler_apart(folder: str, lock: Pins) -> Iterator[str]:
+    """Yield each package for compiling that is of another minor release than the CUDA runtime, whose headers
+    a compiler includes."""
+    runtime = lock["nvidia-cuda-runtime"]
+    for name in COMPILING:
+        if name in lock and lock[name].split(".")[:2] != runtime.split(".")[:2]:
+            yield f"{folder} has {name} {lock[name]} beside nvidia-cuda-runtime {runtime}"
 
 
 @cache

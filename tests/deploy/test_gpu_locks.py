@@ -12,7 +12,7 @@ import gpu_install
 import pytest
 
 from areal_async.config.versions import LEAST_DRIVER, ROWS, STACKS, markdown
-from tests.deploy.gpu_locks import SGLANG, TRAINER, VLLM, Ends, drift, read_ends
+from tests.deploy.gpu_locks import COMPILING, SGLANG, TRAINER, VLLM, Ends, drift, read_ends
 from tests.waiting import LIMIT_S, deadline_s
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +84,17 @@ def test_trainer_and_sglang_cannot_part_even_if_each_is_whole(package: str) -> N
         lines[:] = [line for line in lines if not re.match(rf"{package}\b", line)]
     (found,) = drift(moved)
     assert re.search("torch .* form no group|two NCCLs|two CUDAs", found)
+
+
+def test_a_compiler_of_another_minor_release_than_the_runtime_is_found() -> None:
+    moved = copy.deepcopy(ENDS)
+    compilers = [(stack.lock, name) for stack in STACKS.values() for name in COMPILING]
+    compilers = [(folder, name) for folder, name in compilers if name in moved.locks[folder]]
+    assert {folder for folder, name in compilers if name == "nvidia-cuda-nvcc"} == {SGLANG, VLLM}
+    for folder, name in compilers:
+        moved.locks[folder][name] = "13.5.37"
+    found = {line.partition(" beside nvidia-cuda-runtime 13.0")[0] for line in drift(moved)}
+    assert found >= {f"{folder} has {name} 13.5.37" for folder, name in compilers}
 
 
 def test_the_sets_of_trainer_and_sglang_have_one_torch() -> None:

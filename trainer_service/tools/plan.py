@@ -11,7 +11,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from math import prod
@@ -23,8 +23,10 @@ from rich.table import Table
 
 from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.cli.tools import PlanRequest, print_json, run_tool
+from areal_async.config.checks import check_fields
 from areal_async.config.content import content_mistakes
 from areal_async.config.devices import device_mistakes
+from areal_async.config.engines import declared_engine, evaluation_engine
 from areal_async.config.files import check_config, lora_target_mistakes
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
@@ -47,16 +49,6 @@ LINKS = {"between GPUs of a host": 200e9, "between hosts": 45e9}
 """Bytes per second that NCCL's collectives reach for each GPU: with NVLink of an H100 (450e9 each way), and
 with a network card of 400 Gbit/s for each GPU. Both are assumptions."""
 NCCL_COPY = "copy of the weights that nccl sends"
-REMEDIES = (
-    "trainer.micro_batch_tokens and rollout.max_model_len",
-    "trainer.backend_args.recompute",
-    "trainer.dtype: bfloat16",
-    "trainer.backend_args.offload_optimizer: true",
-    "trainer.parallel",
-    "trainer.ranks",
-    "trainer.lora.rank",
-)
-"""Fields that reduce the memory of a rank."""
 GIB = 1 << 30
 
 
@@ -79,7 +71,7 @@ def main(request: PlanRequest) -> None:
     if request.as_json:
         print_json(found)
     else:
-        _show(found)
+        _show(found, [*remedies(job, found, count)] if gpu else [])
 
 
 def job_memory(job: JobConfig, source: str = "job") -> tuple[Mapping[str, ModelShape], RankMemory]:
@@ -274,6 +266,33 @@ def _on_gpus(
     }, mistakes
 
 
+def remedies(job: JobConfig, found: Mapping[str, Any], count: int | None) -> Iterator[str]:
+    """Yield the fields that give the trainer more memory, the best first. `found` are the figures for `count`
+    GPUs. If `count` is None, a job whose trainer and engine have the same single GPU has no other."""
+    trainer, devices = job.trainer, found["devices"]
+    shared = [each["gpus"] for each in devices if each["trainer"] and each["engines"]]
+    one = count == 1 or (count is None and len(devices) == 1 and [*map(len, shared)] == [1])
+    if one and shared and not takes_turns(job):
+        placement = job.placement.model_copy(update={"share": "time"})
+        if not check_fields(job.model_copy(update={"placement": placement})):
+            yield "placement.share: time"
+        for section in dict.fromkeys(each["section"] for each in devices[0]["engines"]):
+            part = declared_engine(job.rollout.engine if section == "rollout" else evaluation_engine(job))
+            if part is not None and part.memory_flag:
+                yield f"{section}.server.arguments.{part.memory_flag}"
+    yield "trainer.micro_batch_tokens and rollout.max_model_len"
+    options, given = load_part(job, "trainer.backend").Arguments.model_fields, trainer.backend_args
+    if "recompute" in options and given.get("recompute") != "full":
+        yield "trainer.backend_args.recompute"
+    if trainer.resolved_dtype != "bfloat16":
+        yield "trainer.dtype: bfloat16"
+    if "offload_optimizer" in options and not given.get("offload_optimizer"):
+        yield "trainer.backend_args.offload_optimizer: true"
+    if not one:
+        yield from ("trainer.parallel", "trainer.ranks")
+    yield "trainer.lora.rank"
+
+
 def _gpu(name: str | None, job: JobConfig) -> tuple[Gpu | None, int | None]:
     """Return the GPU that the user named, or otherwise the GPU that is visible to the trainer, if there is
     one. Also return the number of GPUs, if it is known."""
@@ -299,7 +318,7 @@ def _gpu(name: str | None, job: JobConfig) -> tuple[Gpu | None, int | None]:
     return gpu, None if [*device_mistakes(job, visible)] else visible
 
 
-def _show(found: Mapping[str, Any]) -> None:
+def _show(found: Mapping[str, Any], remedies: Sequence[str]) -> None:
     console = Console(soft_wrap=True, highlight=False)
     ranks = "1 rank" if found["ranks"] == 1 else f"{found['ranks']} ranks"
     options = [f"{name}: {json.dumps(value)}" for name, value in found["backend_args"].items()]
@@ -338,7 +357,7 @@ def _show(found: Mapping[str, Any]) -> None:
     if gpu is not None:
         usable = f"{gpu['name']}: {_size(gpu['usable_bytes'])} for the trainer's tensors"
         hopeless = any(each["field"] == "model" for each in found["mistakes"])
-        lines = [usable, *_what_fits(gpu, tokens, what, remedies=not hopeless)]
+        lines = [usable, *_what_fits(gpu, tokens, what, () if hopeless else remedies)]
     lines += [f"- {each['field']}: {each['problem']}. {each['fix']}." for each in found["mistakes"]]
     if layers := found["uncounted_layers"]:
         lines.append(f"Not counted is what these layers of a block keep: {', '.join(layers)}.")
@@ -364,12 +383,12 @@ def _device_table(device: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]
     return title, [*lines, ("remaining", _size(device["remaining_bytes"]))]
 
 
-def _what_fits(gpu: Mapping[str, Any], tokens: int, what: str, *, remedies: bool) -> Iterator[str]:
+def _what_fits(gpu: Mapping[str, Any], tokens: int, what: str, remedies: Sequence[str]) -> Iterator[str]:
     fits: int = gpu["tokens_that_fit"]
     told = f"Micro-batches of up to {fits:,} tokens fit; the job's {what} of {tokens:,}"
     yield f"{told} does{' too' if gpu['fits'] else ' not'}." if fits else "The model does not fit."
     if not gpu["fits"] and remedies:
-        yield f"Change one of these and plan again: {', '.join(REMEDIES)}."
+        yield f"Change one of these and plan again: {', '.join(remedies)}."
 
 
 def _size(n_bytes: int) -> str:

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class Sizes:
     micro_batch_tokens: int
 
 
-REAL = Sizes(
+LARGE = Sizes(
     # The dimensions of Qwen3-1.7B.
     {"vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
     | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
@@ -68,6 +68,12 @@ REAL = Sizes(
     median_answer=180,
     longest_answer=1024,
     micro_batch_tokens=8192,
+)
+SMALL = replace(
+    LARGE,
+    # The dimensions of Qwen3-0.6B.
+    model={**LARGE.model, "hidden_size": 1024, "intermediate_size": 3072},
+    micro_batch_tokens=4096,
 )
 TINY = Sizes(
     {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -78,10 +84,11 @@ TINY = Sizes(
     longest_answer=64,
     micro_batch_tokens=512,
 )
+SIZES = {"large": LARGE, "small": SMALL, "tiny": TINY}
 
 
 def sizes_of(part: StepPart) -> Sizes:
-    return TINY if part.tiny else REAL
+    return SIZES[part.size]
 
 
 def make_model(part: StepPart) -> dict[str, Any]:
@@ -110,7 +117,7 @@ def measure_machine(part: StepPart) -> dict[str, Any]:
     """Return versions, the device's name, and the rates of a copy and of a bf16 product on the device."""
     device = torch.device(part.device)
     cuda = device.type == "cuda"
-    size, width = (1 << 24, 512) if part.tiny else (1 << 30, 8192)
+    size, width = (1 << 24, 512) if part.size == "tiny" else (1 << 30, 8192)
     target = torch.empty(size, dtype=torch.uint8, device=device)
     source = torch.ones_like(target)
     copied_s = fastest_s(lambda: target.copy_(source), device)

@@ -6,26 +6,47 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Qwen3Config
+from typer.testing import CliRunner
 
 from areal_async.base.events import FOLDER
 from areal_async.cli import gpu_check
 from areal_async.cli.gpu import block
 from areal_async.cli.gpu_check import (
     BOUNDS,
+    GIB,
+    LEAST_GIB,
     SHARES,
     GpuCheck,
     PartFailed,
     PartOutcome,
+    StepPart,
     figures_of_run,
     judged,
     run_part,
     time_for,
 )
+from areal_async.cli.main import app
 from tests.deploy.commands import ROOT
 from tests.waiting import LIMIT_S, deadline_s
+from trainer_service.tools.gpus import Gpu
+from trainer_service.tools.plan import job_memory, usable_bytes
+from trainer_service.tools.step_check import sizes_of, step_job
+
+RECORDER = """
+import json, os, pathlib, sys
+
+part = json.loads(sys.argv[1])
+if part["measure"] == "model":
+    pathlib.Path(part["folder"], "model").mkdir()
+figures = {"size": part["size"], "memory_gib": float(os.environ["GIB"])}
+pathlib.Path(part["out"]).write_text(json.dumps(figures))
+"""
 
 
 def command(*arguments, **changes):
@@ -71,14 +92,77 @@ def test_a_part_that_fails_or_hangs_is_reported_with_its_log(tmp_path, monkeypat
     with pytest.raises(PartFailed, match="status 3") as failed:
         run_part(["fails"], tmp_path / "fails.log", time.monotonic() + LIMIT_S)
     assert failed.value.log == ["it broke"]
-    with pytest.raises(PartFailed, match="longer than"):
+    with pytest.raises(PartFailed):
         run_part(["hangs"], tmp_path / "hangs.log", time.monotonic() + 0.5)
+
+
+def test_a_part_whose_time_is_up_names_its_limit_and_the_option(tmp_path, monkeypatch):
+    program = tmp_path / "trainer_service" / "tools" / "step_check.py"
+    program.parent.mkdir(parents=True)
+    program.write_text("import time; time.sleep(3600)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(gpu_check, "time_for", lambda parts, left_s: 1.0)
+    work = GpuCheck(tmp_path, "cuda:0", time.monotonic() + LIMIT_S)
+    outcome = work.run(["machine"], lambda *_: None)["machine"]
+    assert outcome.why == "it took longer than 1 s: give more with --minutes"
 
 
 def test_time_is_shared_by_the_parts_that_are_left():
     assert time_for(["decode-vllm", "nccl"], 350.0) == pytest.approx(150)
     assert time_for(["nccl"], 20.0) == 20
     assert time_for(["machine", "steps", "sglang"], 60.0) == gpu_check.LEAST_S
+
+
+@dataclass(frozen=True)
+class Planned(GpuCheck):
+    """A check that records the time limit of each part, and runs none."""
+
+    limits_s: dict = field(default_factory=dict)
+
+    def _part(self, name, limit_s):
+        self.limits_s[name] = limit_s
+        return PartOutcome("ok")
+
+
+def test_a_part_that_cannot_run_is_given_no_time(tmp_path, monkeypatch):
+    (tmp_path / "machine-cuda.json").write_text('{"gpus": 1, "memory_gib": 80.0}')
+    monkeypatch.setenv("AREAL_ASYNC_ENGINES", str(tmp_path / "none"))
+    work = Planned(tmp_path, "cuda:0", time.monotonic() + 1e6)
+    work.run(["steps", "sglang", "local", "decode-vllm", "ranks", "nccl"], lambda *_: None)
+    assert work.limits_s == {"steps": pytest.approx(625e3, rel=0.01), "local": pytest.approx(1e6, rel=0.01)}
+
+
+@pytest.mark.parametrize(("gib", "size"), [(79.6, "large"), (44.5, "small"), (22.5, "small"), (15.8, None)])
+def test_the_size_of_the_model_depends_on_the_memory_of_the_gpu(tmp_path, monkeypatch, gib, size):
+    """The programs of the parts are replaced by one that only records its request."""
+    program = tmp_path / "trainer_service" / "tools" / "step_check.py"
+    program.parent.mkdir(parents=True)
+    program.write_text(RECORDER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("GIB", str(gib))
+    for tiny in (False, True):
+        folder = tmp_path / str(tiny)
+        folder.mkdir()
+        found = GpuCheck(folder, "cuda:0", time.monotonic() + 1e6, tiny).run(["machine", "steps"], print)
+        wanted = "tiny" if tiny else size
+        assert found["machine"].figures.get("model") == wanted
+        assert found["steps"].figures == ({"size": wanted, "memory_gib": gib} if wanted else {})
+    assert found["steps"].status == "ok"
+    if size is None:
+        found = GpuCheck(tmp_path / "False", "cuda:0", time.monotonic() + 1e6).run(["steps"], print)
+        assert found["steps"].why == "the GPU has less than 20 GiB: add --tiny for a tiny model"
+
+
+@pytest.mark.parametrize("size", LEAST_GIB)
+def test_a_training_step_fits_a_gpu_with_the_least_memory_for_its_size(tmp_path, size):
+    make = {"folder": tmp_path, "out": tmp_path / "out", "device": "cuda:0", "dtype": "bfloat16"}
+    part = StepPart(measure="steps", size=size, **make)
+    sizes = sizes_of(part)
+    config = Qwen3Config(**sizes.model, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"])
+    config.save_pretrained(tmp_path / "model")
+    _, memory = job_memory(step_job(part))
+    room = usable_bytes(Gpu("least", LEAST_GIB[size] * GIB))
+    assert memory.peak(sizes.micro_batch_tokens, sizes.micro_batch_tokens) < room
 
 
 def test_parts_that_cannot_run_say_why(tmp_path, monkeypatch):
@@ -95,7 +179,7 @@ def test_parts_that_cannot_run_say_why(tmp_path, monkeypatch):
     found = work.run(["ranks", "nccl"], lambda *_: None)
     assert {"has no Python environment with sglang" in outcome.why for outcome in found.values()} == {True}
     late = GpuCheck(tmp_path, "cuda:0", time.monotonic())
-    assert "give more --minutes" in late.run(["steps"], lambda *_: None)["steps"].why
+    assert "give more with --minutes" in late.run(["steps"], lambda *_: None)["steps"].why
 
 
 def test_other_parts_go_on_without_the_figures_of_the_machine(tmp_path):
@@ -116,15 +200,16 @@ def test_memory_that_could_not_be_read_is_a_figure_that_is_missing(tmp_path, asl
     assert (found["turns"], found.get("released_share"), found["switches_s"]) == (1, released, 1.0)
 
 
-def test_wrong_arguments_are_refused_before_anything_starts(tmp_path):
+def test_wrong_arguments_are_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     keep = tmp_path / "kept"
     for arguments, said in (
         (["--device", "cuda:0"], "sees no GPU"),
         (["--device", "cloud"], "is no device"),
         (["--device", "cpu", "--parts", "steps,speed"], "no part 'speed'"),
     ):
-        done = command(*arguments, "--keep", keep)
-        assert (done.returncode, done.stdout) == (2, "")
+        done = CliRunner().invoke(app, ["gpu", "check", *arguments, "--keep", str(keep)])
+        assert (done.exit_code, done.stdout) == (2, "")
         assert said in done.stderr
         assert not keep.exists()
 

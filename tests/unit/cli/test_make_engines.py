@@ -73,6 +73,17 @@ def test_a_half_built_environment_is_made_anew(place):
     assert not place.was_made()
 
 
+@pytest.mark.parametrize("lost", [(".complete", ".cuda"), (".cuda",)])
+def test_a_cuda_build_without_a_mark_is_kept_and_marked(place, lost):
+    assert place.make("toy-cuda").returncode == 0
+    for mark in lost:
+        (place.venv / mark).unlink()
+    assert "Making" not in place.make("toy-cuda").stdout
+    done = place.make()
+    assert done.returncode == 1
+    assert "has the CUDA build" in done.stderr
+
+
 def test_a_folder_that_is_no_environment_is_not_touched(place):
     place.venv.mkdir(parents=True)
     (place.venv / "thesis.tex").touch()

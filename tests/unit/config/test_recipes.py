@@ -108,6 +108,9 @@ def test_each_recipe_has_a_page_and_every_size():
     for name in NAMES:
         there = {path.name for path in (RECIPES / name).iterdir()}
         assert there >= {"README.md", "1_gpu.yaml", "8_gpus.yaml", "64_gpus.yaml", "tiny.yaml"}
+        page = (RECIPES / name / "README.md").read_text()
+        assert f"areal-async run recipes/{name}/1_gpu.yaml " in page
+        assert {"(1_gpu.yaml)", "(8_gpus.yaml)", "(64_gpus.yaml)"} <= {*re.findall(r"\(\w+\.yaml\)", page)}
 
 
 @pytest.mark.parametrize("path", recipe_plans.files(), ids=lambda path: f"{path.parent.name}/{path.stem}")

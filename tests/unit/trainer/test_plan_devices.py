@@ -199,6 +199,46 @@ def test_a_server_that_does_not_start_leaves_the_advice_for_the_trainer(make, tm
     assert "- rollout.server.arguments.gpu-memory-utilization: with 0.92, rollout-0 does not start" in page
 
 
+BIG = "trainer.micro_batch_tokens=9000000"
+
+
+def advised(folder, *overrides, gpu="L4"):
+    page = plan(folder, BIG, *overrides, "--gpu", gpu).stdout
+    (line,) = (each for each in page.splitlines() if each.startswith("Change one of these"))
+    return line.partition("again: ")[2].rstrip(".").split(", ")
+
+
+def test_on_one_gpu_the_advice_begins_with_turns_and_the_servers_memory(make, tmp_path):
+    written(make, tmp_path)
+    sizes = "trainer.micro_batch_tokens and rollout.max_model_len"
+    offload = "trainer.backend_args.offload_optimizer: true"
+    of_rank = [sizes, "trainer.backend_args.recompute", offload, "trainer.lora.rank"]
+    memory = "rollout.server.arguments.mem-fraction-static"
+    for gpu in ("L4", "1xL4"):
+        assert advised(tmp_path, gpu=gpu) == ["placement.share: time", memory, *of_rank]
+    vllm = advised(tmp_path, "rollout.engine=vllm")
+    assert vllm[:2] == ["placement.share: time", "rollout.server.arguments.gpu-memory-utilization"]
+    assert advised(tmp_path, "rollout.engine=local")[:2] == ["placement.share: time", sizes]
+    workers = advised(tmp_path, "rollout.workers=2", "rollout.device=cuda:0", "trainer.device=cuda:0")
+    assert workers[0] == memory, "two engines take no turns"
+    evaluated = advised(tmp_path, "tasks.evaluation=e.jsonl", "evaluation.engine=local")
+    assert evaluated[0] == memory, "an engine of its own for the evaluation takes no turns"
+    assert advised(tmp_path, "placement.share=time") == of_rank
+    done = "{recompute: full, offload_optimizer: true}"
+    assert advised(tmp_path, "placement.share=time", f"trainer.backend_args={done}") == [sizes, of_rank[-1]]
+    assert advised(tmp_path, "trainer.dtype=float32", gpu="1xL4")[4] == "trainer.dtype: bfloat16"
+
+
+def test_with_more_gpus_the_advice_has_more_ranks(make, tmp_path):
+    written(make, tmp_path)
+    two = advised(tmp_path, gpu="2xL4")
+    assert two[-3:] == ["trainer.parallel", "trainer.ranks", "trainer.lora.rank"]
+    assert "trainer.dtype: bfloat16" not in two
+    assert not [each for each in two if each.startswith(("placement", "rollout"))]
+    assert "trainer.ranks" in advised(tmp_path, "kind=sft"), "the number of GPUs is not known"
+    assert "trainer.ranks" not in advised(tmp_path, "kind=sft", gpu="1xL4")
+
+
 def test_a_host_has_eight_ranks_at_most(tmp_path):
     _, _, two = sized(tmp_path, trainer={"ranks": 2})
     job, model, many = sized(tmp_path, trainer={"ranks": 32, "backend_args": {"offload_optimizer": True}})
