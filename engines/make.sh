@@ -14,8 +14,10 @@ folder=$(cd "$folder" && pwd)
 exec 9> "$folder/.lock"
 flock 9
 
-mark_cuda() {
-    [ "$engine" = "${engine%-cuda}" ] || touch "$venv/.cuda"
+finish_cuda() {
+    [ "$engine" != "${engine%-cuda}" ] || return 0
+    touch "$venv/.cuda"
+    "$here/cuda_home.sh" "$venv"
 }
 
 make_one() {
@@ -28,13 +30,13 @@ make_one() {
     fi
     pins=$(cd "$here/$engine" && find . -type f -not -path '*/__pycache__/*' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum)
     if [ -f "$mark" ] && [ "$(cat "$mark")" = "$pins" ]; then
-        mark_cuda
+        finish_cuda
         return
     fi
     if [ ! -f "$mark" ] && [ -x "$venv/bin/python" ]; then
         echo "Checking the environment $venv, which has no mark of being finished"
         if (cd / && "$venv/bin/python" -W ignore "$here/$engine/check.py") > /dev/null 2>&1; then
-            mark_cuda
+            finish_cuda
             echo "$pins" > "$mark"
             return
         fi
@@ -47,7 +49,7 @@ make_one() {
     echo "Making the environment $venv (some GB, a few minutes)"
     rm -rf "$venv"
     "$here/$engine/setup.sh" "$venv"
-    mark_cuda
+    finish_cuda
     (cd / && "$venv/bin/python" -W ignore "$here/$engine/check.py")
     echo "$pins" > "$mark"
 }

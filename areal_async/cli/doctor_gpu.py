@@ -71,7 +71,10 @@ def examine_gpu() -> Iterator[Finding]:
             yield Finding("warn", engine, "not installed", fix)
             continue
         places = [str(path) for path in folder.glob("lib/python3*/site-packages")]
-        yield of_packages(engine, installed(STACKS[engine].packages, places), fix)
+        found = of_packages(engine, installed(STACKS[engine].packages, places), fix)
+        if found.level == "ok" and not (folder / "cuda" / "bin" / "nvcc").exists():
+            found = Finding("warn", engine, f"{folder / 'cuda'} has no CUDA compiler", fix)
+        yield found
 
 
 def of_driver(machine: Machine) -> Finding:

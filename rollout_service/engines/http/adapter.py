@@ -477,10 +477,17 @@ def server_variables(
     launch: Launch, inherited: Mapping[str, str], dropped: frozenset[str] = frozenset()
 ) -> dict[str, str]:
     """Return `inherited` without variables of our Python and `dropped`, plus variables that every server
-    needs. The server sees only the GPUs in its settings."""
+    needs. The server sees only the GPUs in its settings. On a GPU, its environment's programs come first, and
+    CUDA_HOME is the environment's own compiler unless the user has set another."""
     variables = {
         name: value for name, value in inherited.items() if name not in FOREIGN_VARIABLES | dropped
     } | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if launch.settings.device != "cpu" and launch.settings.gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(launch.settings.gpus)
+    if launch.settings.device != "cpu" and launch.settings.python is not None:
+        programs = launch.settings.python.absolute().parent  # `ninja`, for kernels that are compiled later
+        variables["PATH"] = os.pathsep.join([str(programs), variables.get("PATH", os.defpath)])
+        toolkit = programs.parent / "cuda"  # engines/cuda_home.sh
+        if toolkit.is_dir() and "CUDA_PATH" not in variables:
+            variables.setdefault("CUDA_HOME", str(toolkit))
     return variables

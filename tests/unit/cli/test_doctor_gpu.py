@@ -12,9 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from areal_async.cli import doctor
+from areal_async.cli.doctor import Finding
 from areal_async.cli.doctor_gpu import (
     Machine,
     ask_driver,
+    examine_gpu,
     installed,
     of_build,
     of_compiler,
@@ -159,6 +161,26 @@ def test_packages_are_looked_up_in_the_environment_that_is_meant(tmp_path: Path)
     wanted = {"sglang": "0.5.23", "torch": "2.14.1"}
     assert installed(wanted, [str(tmp_path)]) == {"sglang": "0.5.23"}
     assert installed(wanted)["torch"] == torch.__version__
+
+
+def test_an_environment_whose_compiler_servers_would_not_find_is_named(tmp_path, monkeypatch) -> None:
+    python = tmp_path / "vllm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    packages = tmp_path / "vllm" / "lib" / "python3.11" / "site-packages"
+    for name, release in STACKS["vllm"].packages.items():
+        info = packages / f"{name.replace('-', '_')}-{release}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n")
+    monkeypatch.setenv("AREAL_ASYNC_ENGINES", str(tmp_path))
+
+    def finding() -> Finding:
+        return next(each for each in examine_gpu() if each.about == "vllm")
+
+    assert (finding().level, finding().found) == ("warn", f"{tmp_path}/vllm/cuda has no CUDA compiler")
+    (tmp_path / "vllm" / "cuda" / "bin").mkdir(parents=True)
+    (tmp_path / "vllm" / "cuda" / "bin" / "nvcc").touch()
+    assert finding().level == "ok"
 
 
 def test_the_command_prints_the_matrix_and_what_it_finds() -> None:

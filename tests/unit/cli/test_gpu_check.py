@@ -220,7 +220,8 @@ def test_everything_that_a_cpu_can_run_is_run_on_it(tmp_path):
     """The rates, the log-probs, the steps through the real learner, and a job with the local engine."""
     parts = ["machine", "logprobs", "steps", "local"]
     done = command(
-        "--device", "cpu", "--tiny", "--json", "--parts", ",".join(parts), "--keep", tmp_path / "k"
+        *("--device", "cpu", "--tiny", "--json", "--parts", ",".join(parts)),
+        *("--minutes", "60", "--keep", tmp_path / "k"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)["parts"]

@@ -17,6 +17,11 @@ touch "$1/pyvenv.cfg"
 ln -s {sys.executable} "$1/bin/python"
 if [ -e "$(dirname "$0")/../broken" ]; then exit 7; fi
 touch "$1/whole"
+wheels="$1/lib/python3.11/site-packages/nvidia/cu13"
+mkdir -p "$wheels/bin" "$wheels/lib"
+printf '#!/bin/sh\necho release 13.0' > "$wheels/bin/nvcc"
+chmod +x "$wheels/bin/nvcc"
+touch "$wheels/lib/libcudart.so.13" "$wheels/lib/libcudadevrt.a"
 """
 CHECK = """import pathlib, sys
 sys.exit(not (pathlib.Path(sys.executable).parent.parent / "whole").exists())
@@ -29,6 +34,7 @@ class Place:
     def __init__(self, root):
         self.root, self.venv = root, root / "made" / "toy"
         shutil.copy(SCRIPT, root)
+        shutil.copy(SCRIPT.with_name("cuda_home.sh"), root)
         for engine in ("toy", "toy-cuda"):
             (root / engine).mkdir()
             (root / engine / "setup.sh").write_text(SETUP)
@@ -82,6 +88,21 @@ def test_a_cuda_build_without_a_mark_is_kept_and_marked(place, lost):
     done = place.make()
     assert done.returncode == 1
     assert "has the CUDA build" in done.stderr
+
+
+def test_the_compiler_of_a_cuda_build_lies_as_in_a_toolkit(place):
+    """FlashInfer runs CUDA_HOME/bin/nvcc, and links with -L CUDA_HOME/lib64 -lcudart."""
+    for _ in range(2):
+        assert place.make("toy-cuda").returncode == 0
+        home = place.venv / "cuda"
+        assert subprocess.check_output([home / "bin" / "nvcc"], text=True) == "release 13.0\n"
+        assert (home / "lib64" / "libcudart.so").resolve().name == "libcudart.so.13"
+        assert (home / "lib64" / "libcudadevrt.a").exists()
+        shutil.rmtree(home)  # as in an environment that an older script has made
+    (place.venv / "lib/python3.11/site-packages/nvidia/cu13/bin/nvcc").unlink()
+    done = place.make("toy-cuda")
+    assert done.returncode == 1
+    assert "has no nvcc" in done.stderr
 
 
 def test_a_folder_that_is_no_environment_is_not_touched(place):

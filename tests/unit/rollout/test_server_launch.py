@@ -107,11 +107,30 @@ OURS = {"PATH": "/bin", "PYTHONPATH": "/here", "VIRTUAL_ENV": "/v", "SGLANG_RETU
 )  # fmt: skip
 def test_a_server_has_its_own_environment_and_nothing_of_our_python(engine, settings, has, lacks):
     found = ENGINES[engine].variables(launched(**settings), OURS | {"VLLM_CPU_KVCACHE_SPACE": "3"})
-    assert found | has | {"PATH": "/bin"} == found
+    path = "/bin" if settings.get("device", "cpu") == "cpu" else "/env/bin:/bin"
+    assert found | has | {"PATH": path} == found
     assert not set(lacks) & set(found)
     # A POST on a connection that the server is just closing would look like its death.
     timeout = {"sglang": "SGLANG_TIMEOUT_KEEP_ALIVE", "vllm": "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"}[engine]
     assert float(found[timeout]) > 10 * KEEPALIVE_S
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("users", "home"),
+    [({}, "own"), ({"CUDA_HOME": "/usr/local/cuda"}, "/usr/local/cuda"), ({"CUDA_PATH": "/cuda"}, None)],
+)
+def test_a_server_on_a_gpu_compiles_with_its_environments_compiler(engine, tmp_path, users, home) -> None:
+    """FlashInfer looks for CUDA_HOME, CUDA_PATH and `nvcc` on the PATH, in this order."""
+    (tmp_path / "cuda").mkdir()
+    python = tmp_path / "bin" / "python"
+    found = ENGINES[engine].variables(launched(device="cuda", python=python), users)
+    assert found.get("CUDA_HOME") == (str(tmp_path / "cuda") if home == "own" else home)
+    assert found["PATH"].startswith(f"{tmp_path}/bin:")
+    assert "CUDA_HOME" not in ENGINES[engine].variables(launched(python=python), {})
+    assert "CUDA_HOME" not in ENGINES[engine].variables(launched(device="cuda"), {}), (
+        "there is no such folder"
+    )
 
 
 def test_what_servers_need_of_ours_is_there_only_where_it_is_needed():
