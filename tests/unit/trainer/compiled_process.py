@@ -88,7 +88,7 @@ def step_of(backend: FsdpBackend, batches: list[MicroBatch]) -> tuple[torch.Tens
 
 
 def main(rank: int, model: Path, compiler: str) -> dict[str, Any]:
-    """What this rank saw."""
+    """Return the results of this rank. `compiler` is for rows that the ranks share."""
     torch.set_num_threads(1)
     ranks = join_ranks(rank, 2, meeting=Meeting.from_environment(), timeout_s=COLLECTIVE_S)
     attention.why_not_ragged = lambda *_: ""
