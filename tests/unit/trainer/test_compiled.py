@@ -198,7 +198,7 @@ def test_a_model_whose_compiled_blocks_fail_runs_eagerly(folders, monkeypatch, c
 
 @pytest.fixture(scope="module")
 def two_ranks(folders):
-    """A function that runs two ranks with a compiler for the rows that they share. It returns their results."""
+    """A function that runs two ranks, with a compiler for shared rows, and returns their results."""
 
     @cache
     def run(compiler: str) -> list[dict[str, Any]]:
