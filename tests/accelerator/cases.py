@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from tests.unit.trainer import files_process
 from tests.unit.trainer.conftest import synthetic_batch
 from tests.unit.trainer.rank_process import train_batch
 from trainer_service.backends.base import TrainingBackend
-from trainer_service.backends.fsdp import forward
+from trainer_service.backends.fsdp import attention, forward
 from trainer_service.data.flops import load_row_cost
 from trainer_service.data.lessons import load_tokenizer, read_lessons
 from trainer_service.loop.learner import Learner, load_backend
@@ -102,8 +102,8 @@ FILES: Mapping[str, tuple[str, str, dict[str, Any]]] = {
 }
 """Name → kind of a job, form of its rows, and more of the section of its kind."""
 PROBED = {"preset-grpo", "critic-model", "critic-head", "lora", "bfloat16-ragged", "reward-model"}
-"""Cases whose models are compared with their own forward pass when they are loaded. It takes a tenth of the
-time of a case, and does not depend on the objective."""
+"""Cases that compare packed with ordinary passes of their models, and FlashAttention with exact attention, at
+the start. Both take long and do not depend on the objective."""
 BUDGETS = {"whole": 8192, "medium": 512, "cut": 24}
 """Tokens in a micro-batch: few micro-batches, or many, between which the rows of an example are cut."""
 
@@ -128,11 +128,13 @@ def run(name: str, model: Path, other: Path, out: Path, *, device: str, budget: 
     """Run a case, and count on the make-believe device if `device` is `cuda:0`."""
     out.mkdir(parents=True, exist_ok=True)
     of = _rl if name in RL else _from_files
-    probing = nullcontext() if name in PROBED else patch.object(forward, "own_columns", lambda *_: {})
-    if device == "cpu":
-        with probing:
+    with ExitStack() as stack:
+        if name not in PROBED:
+            stack.enter_context(patch.object(forward, "own_columns", lambda *_: {}))
+            stack.enter_context(patch.object(attention, "_failure", lambda *_: ""))
+        if device == "cpu":
             return of(name, model, other, out, device, budget, None)
-    with probing, make_believe_cuda() as counted:
+        counted = stack.enter_context(make_believe_cuda())
         found = of(name, model, other, out, device, budget, counted)
         found.weights = {name: each.cpu() for name, each in found.weights.items()}
         return found
