@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from transformers import AutoConfig
 
 from areal_async.config.job import OptimizerSection
 from areal_async.config.parallel import RankGrid
@@ -40,7 +42,7 @@ def whole(graph: torch.fx.GraphModule, inputs: object) -> Any:
     return graph.forward
 
 
-def broken(graph: torch.fx.GraphModule, inputs: object) -> Any:
+def broken(*_: object, **__: object) -> Any:
     raise RuntimeError("no compiler on this host")
 
 
@@ -92,6 +94,17 @@ def main(rank: int, model: Path, compiler: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     ranks = join_ranks(rank, 2, meeting=Meeting.from_environment(), timeout_s=COLLECTIVE_S)
     attention.why_not_ragged = lambda *_: ""
+    logged: list[str] = []
+    log = logging.getLogger("areal.trainer")
+    log.addFilter(lambda record: logged.append(str(record.__dict__)) or True)
+    seen: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(attention, "varlen_attn", broken)
+        config = AutoConfig.from_pretrained(model)
+        seen["ragged"] = attention.takes_ragged("policy", config, ranks, torch.bfloat16)
+        seen["attention"] = logged.pop()
+
     ragged.LEAST_LENGTH = 256  # A row of the second step is longer.
     uses = {"policy": ModelUse(model, OptimizerSection(lr=1e-3), 100)}
 
@@ -99,17 +112,15 @@ def main(rank: int, model: Path, compiler: str) -> dict[str, Any]:
         grid = RankGrid(shard=2 // sequence, sequence=sequence)
         return FsdpBackend(uses, ranks, dtype=torch.float32, compile=compile, grid=grid)
 
-    seen: dict[str, Any] = {}
     compiled.COMPILER = fails_forward if rank else whole
     try:
         backend_of("on", 1)
     except ModelError as error:
         seen["refused"] = str(error)
     compiled.COMPILER = fails_backward if rank else whole
-    logged: list[logging.LogRecord] = []
-    logging.getLogger("areal.trainer").addFilter(lambda record: logged.append(record) or True)
+    logged.clear()
     backend, eager = backend_of("auto", 1), backend_of("off", 1)
-    seen["logged"] = [str(record.__dict__) for record in logged if "run eagerly" in record.getMessage()]
+    seen["logged"] = [line for line in logged if "run eagerly" in line]
     seen["differs"] = differs(backend, eager, 0)
 
     compiled.COMPILER = compiler

@@ -222,6 +222,13 @@ def test_blocks_that_one_rank_cannot_compile_run_eagerly_on_all_ranks(two_ranks)
     assert [rank["differs"] for rank in seen] == [0, 0]
 
 
+def test_flash_attention_that_one_rank_cannot_use_is_used_by_none(two_ranks):
+    first, second = seen = two_ranks("eager")
+    assert [rank["ragged"] for rank in seen] == [False, False]
+    assert "rank 1 cannot use it" in first["attention"]
+    assert "RuntimeError: no compiler on this host" in second["attention"]
+
+
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 def test_ranks_that_share_rows_compile_their_blocks(compiler, two_ranks):
     for rank in two_ranks(compiler):
