@@ -35,7 +35,7 @@ from trainer_service.data.prefixes import plant
 from trainer_service.errors import ModelError
 from trainer_service.ranks import join_ranks
 
-COLLECTIVE_S = deadline_s(120)
+COLLECTIVE_S = deadline_s(60)
 
 
 def whole(graph: torch.fx.GraphModule, inputs: object) -> Any:
