@@ -106,20 +106,20 @@ def main(rank: int, model: Path, compiler: str) -> dict[str, Any]:
         seen["attention"] = logged.pop()
 
     ragged.LEAST_LENGTH = 256  # A row of the second step is longer.
-    uses = {"policy": ModelUse(model, OptimizerSection(lr=1e-3), 100)}
 
-    def backend_of(compile: str, sequence: int) -> FsdpBackend:
+    def backend_of(compile: str, sequence: int = 1, *, trained: bool = True) -> FsdpBackend:
+        use = ModelUse(model, OptimizerSection(lr=1e-3), 100) if trained else ModelUse(model)
         grid = RankGrid(shard=2 // sequence, sequence=sequence)
-        return FsdpBackend(uses, ranks, dtype=torch.float32, compile=compile, grid=grid)
+        return FsdpBackend({"policy": use}, ranks, dtype=torch.float32, compile=compile, grid=grid)
 
     compiled.COMPILER = fails_forward if rank else whole
     try:
-        backend_of("on", 1)
+        backend_of("on", trained=False)
     except ModelError as error:
         seen["refused"] = str(error)
     compiled.COMPILER = fails_backward if rank else whole
     logged.clear()
-    backend, eager = backend_of("auto", 1), backend_of("off", 1)
+    backend, eager = backend_of("auto"), backend_of("off")
     seen["logged"] = [line for line in logged if "run eagerly" in line]
     seen["differs"] = differs(backend, eager, 0)
 
