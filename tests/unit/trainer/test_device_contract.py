@@ -9,6 +9,7 @@ import torch
 
 from tests.accelerator.cases import BUDGETS, FILES, RL, STEPS, Ran, run
 from tests.unit.trainer.conftest import write_model
+from trainer_service.data.ragged import LEAST_TOKENS
 
 PER_MICRO_BATCH, PER_STEP = 2, 4
 """Most waits of the host for the device that a step may have."""
@@ -104,6 +105,8 @@ def test_rows_of_many_lengths_are_attention_calls_of_few_shapes(ran):
     assert len(second) >= 10
     assert {call[0] for call in second} == {"_varlen_attn"}
     assert len({*second} - {*first}) <= NEW_SHAPES
+    tokens = {call[1][0][0] for call in (*first, *second)}
+    assert not any(each % LEAST_TOKENS for each in tokens), tokens
 
 
 def test_calls_of_exact_attention_are_counted_too(ran):

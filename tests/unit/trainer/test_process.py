@@ -1,6 +1,8 @@
 """The trainer as a service: the real wire to a stand-in buffer, the real weights plane, whole jobs."""
 
+import gc
 import json
+import os
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -8,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from areal_async.base.device_turns import DeviceTurns
 from areal_async.base.errors import FaultError
-from areal_async.config.job import JobConfig
+from areal_async.config.job import JobConfig, PlacementSection
 from areal_async.data.tasks import TaskFileError
 from areal_async.rpc.server import Server
 from areal_async.service.main import restart_may_help
@@ -84,6 +87,30 @@ async def test_a_trainer_that_runs_out_of_memory_says_so(tmp_path, model_dir, mo
     with pytest.raises(torch.OutOfMemoryError):
         await main(ctx)
     assert told == [Note("ran out of memory (CUDA out of memory. Tried to allocate 9 GiB)")]
+
+
+async def test_a_trainer_keeps_its_turn_on_a_shared_device_until_its_process_ends(
+    tmp_path, model_dir, monkeypatch
+):
+    """Its memory on the device is not free before that, even if the training has failed."""
+
+    def too_large(job, ranks):
+        raise torch.OutOfMemoryError
+
+    opened, open_locks = [], DeviceTurns.open
+    monkeypatch.setattr(DeviceTurns, "open", lambda folder: opened.append(open_locks(folder)) or opened[-1])
+    monkeypatch.setattr(trainer_main, "load_backend", too_large)
+    job = rank_process.job_of(model_dir, tmp_path)
+    job = job.model_copy(update={"placement": PlacementSection(share="time")})
+    ctx = context_for_test(job, tmp_path, "trainer", "trainer")
+    engine = open_locks(ctx.socket_dir)
+    with pytest.raises(torch.OutOfMemoryError):
+        await main(ctx)
+    gc.collect()
+    assert not engine.try_wake()
+    for locks in (*opened, engine):
+        os.close(locks.turn_fd)
+        os.close(locks.wish_fd)
 
 
 async def test_what_an_error_says_is_told_before_the_publisher_is_closed(tmp_path, model_dir, monkeypatch):

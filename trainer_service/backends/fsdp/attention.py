@@ -72,8 +72,9 @@ def takes_ragged(name: str, config: Any, ranks: Ranks, dtype: torch.dtype) -> bo
     the reason. All ranks call it and get the same result."""
     reason = why_not_ragged(config, ranks.device, dtype)
     failure = "" if reason else _failure(config, ranks.device, dtype)
-    if ranks.largest(1 if failure else 0) and not reason:
-        log.warning("FlashAttention is not used", model=name, reason=failure or "another rank cannot use it")
+    if (failed := ranks.largest(ranks.rank + 1 if failure else 0)) and not reason:
+        failure = failure or f"rank {failed - 1} cannot use it, as its log says"
+        log.warning("FlashAttention is not used", model=name, reason=failure)
         return False
     path = "exact SDPA for each length" if reason else "one FlashAttention call for all rows"
     log.info("attention of packed rows", model=name, path=path, reason=reason)

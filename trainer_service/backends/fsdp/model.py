@@ -191,10 +191,12 @@ class HeldModel(ChangingModel):
 
     def discard(self) -> None:
         """See `TrainingBackend.discard`."""
-        # A pass that failed leaves FSDP in its middle: whole parameters hide those that have gradients.
+        # A pass that failed leaves FSDP in its middle: whole parameters hide their shards, and may have
+        # gradients that would be added to those of the next pass.
         root: Any = self.module
+        whole = [*self.module.parameters()]
         root.reset_iter_state()
-        for parameter in (*self.module.parameters(), *self.shards.values()):
+        for parameter in (*whole, *self.module.parameters(), *self.shards.values()):
             parameter.grad = None
 
     def _move(self, source: HeldModel, share: float) -> None:
