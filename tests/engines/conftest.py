@@ -23,6 +23,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.engine import HttpEngine
+from rollout_service.replicas import exchange
 from tests.engines.record import FIX, Proxy, Recording, Replay, listening, pins_of, recorded
 from tests.engines.servers import KEY, KINDS, SGLANG, START_S, VLLM, Kind, Model
 from tests.waiting import deadline_s
@@ -222,11 +223,18 @@ def asyncio_stack(run: Callable[..., Any]) -> Iterator[AsyncExitStack]:
 
 @pytest.fixture(params=[pytest.param("sglang", id="sglang"), pytest.param("vllm", id="vllm")])
 def owned(
-    request: pytest.FixtureRequest, own_server: Callable[[Kind], HttpEngine]
+    request: pytest.FixtureRequest,
+    own_server: Callable[[Kind], HttpEngine],
+    model_of: Callable[[Kind], Model],
+    run: Callable[..., Any],
 ) -> tuple[Kind, HttpEngine]:
-    """The engine that owns the real server of each kind."""
+    """The engine that owns the real server of each kind. The server has its weights, whatever engines of
+    earlier tests have loaded."""
     kind = KINDS[request.param]
-    return kind, own_server(kind)
+    engine = own_server(kind)
+    served = model_of(kind).snapshot(engine.version.version, engine.version.epoch)
+    run(exchange(engine, served))
+    return kind, engine
 
 
 @pytest.fixture
