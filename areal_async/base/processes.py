@@ -142,12 +142,12 @@ class ChildProcess:
     def kill(self) -> None:
         """Kill the child and its process group. With `kill_all`, the guard does this. A repeated call is
         harmless."""
-        if self._status is None:
-            if self._guard_kills:
+        if self._status is None and self._guard_kills:
+            with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
                 os.kill(self.pid, signal.SIGCONT)  # a stopped guard takes no other signal
-            else:
-                self._kill_group()
+        elif self._status is None:
+            self._kill_group()
 
     def _kill_group(self) -> None:
         with suppress(ProcessLookupError):
