@@ -10,6 +10,9 @@ import pytest
 from tests.waiting import LIMIT_S
 
 SCRIPT = Path(__file__).parents[3] / "engines" / "make.sh"
+IGNORED = (SCRIPT.parents[1] / ".dockerignore").read_text().splitlines()
+IN_IMAGES = [line[1:] for line in IGNORED if line.startswith("!engines/") and line.endswith(".sh")]
+"""Scripts that the build of an image sees. The script needs no others."""
 SETUP = f"""#!/bin/bash
 set -e
 mkdir -p "$1/bin"
@@ -33,8 +36,8 @@ class Place:
 
     def __init__(self, root):
         self.root, self.venv = root, root / "made" / "toy"
-        shutil.copy(SCRIPT, root)
-        shutil.copy(SCRIPT.with_name("cuda_home.sh"), root)
+        for name in IN_IMAGES:
+            shutil.copy(SCRIPT.parents[1] / name, root)
         for engine in ("toy", "toy-cuda"):
             (root / engine).mkdir()
             (root / engine / "setup.sh").write_text(SETUP)
