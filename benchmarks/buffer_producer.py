@@ -54,15 +54,16 @@ class Producer:
         """As the worker sends what has finished: one message per lease at a time, `MAX_PUTS` in all."""
         queue, sending, acks_ms = UploadQueue(), set[asyncio.Task[None]](), list[float]()
 
-        async def send(batch: PutBatch) -> None:
+        async def send(batches: list[PutBatch]) -> None:
             asked_s = time.perf_counter()
             ack = await self.buffer.call(
-                PutEpisodes(batch.lease_id, batch.group_id, list(batch.episodes)),
-                attachments=list(batch.episodes.values()),
+                PutEpisodes([batch.as_message() for batch in batches]),
+                attachments=[blob for batch in batches for blob in batch.attachments()],
             )
             acks_ms.append(1e3 * (time.perf_counter() - asked_s))
-            assert not ack.refused, ack.refused
-            queue.settled(batch)
+            for batch, answer in zip(batches, ack.groups, strict=True):
+                assert not answer.refused, answer.refused
+                queue.settled(batch)
 
         began_s = time.monotonic()
         for group, blobs in self.held:
@@ -71,8 +72,8 @@ class Producer:
                 queue.add(group.lease_id, sample, blob)
             queue.complete(group.lease_id)
         while queue.episodes:
-            while len(sending) < MAX_PUTS and (batch := queue.take()):
-                sending.add(asyncio.create_task(send(batch)))
+            while len(sending) < MAX_PUTS and (batches := queue.take()):
+                sending.add(asyncio.create_task(send(batches)))
             done, sending = await asyncio.wait(sending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()

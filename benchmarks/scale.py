@@ -44,6 +44,7 @@ from areal_async.rpc.messages import (
     Commit,
     EpisodeVerdict,
     Fetch,
+    GroupSamples,
     Heartbeat,
     Lease,
     LeasedGroup,
@@ -142,9 +143,11 @@ async def work(timed: Timed, shared: Shared, name: str, most: int, units: int) -
         blobs = [blob_of(group, sample, units, version) for sample in group.missing]
         ack = await timed(
             "put",
-            client.call(PutEpisodes(group.lease_id, group.group_id, group.missing), attachments=blobs),
+            client.call(
+                PutEpisodes([GroupSamples(group.lease_id, group.group_id, group.missing)]), attachments=blobs
+            ),
         )
-        assert not ack.refused, ack
+        assert not ack.groups[0].refused, ack
 
 
 async def score(timed: Timed, shared: Shared) -> None:

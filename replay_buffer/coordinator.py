@@ -23,7 +23,7 @@ import contextlib
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_async.base.errors import FaultError
 from areal_async.base.events import failpoint, record, recording
@@ -57,7 +57,7 @@ OUTAGE_MS = 3_000  # A longer gap between two looks counts as an outage of this 
 ALIVE_MS = 5_000
 """Time between the writes by which an idle front records the ledger's time. The next front continues from the
 last recorded time."""
-GATHER_S = 0.02  # Longest wait of a claim for a group to become complete
+GATHER_S = 0.02  # Longest time by which a poll puts off its next look, while more is expected
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
 RETRY_MS = 100
@@ -68,6 +68,14 @@ FULL = "Redis is at its maxmemory: no episode can be stored until it is raised o
 EDGES: tuple[Edge, ...] = ("lease", "claim", "batch")
 
 log = get_logger("buffer")
+
+
+class GroupBytes(NamedTuple):
+    """The bytes of one group in a put: its episodes, and the routes of the samples in `routed`."""
+
+    blobs: Sequence[Bytes]
+    routed: Sequence[int] = ()
+    routes: Sequence[memoryview] = ()
 
 
 class Coordinator:
@@ -164,44 +172,41 @@ class Coordinator:
             failpoint("buffer.before_reply")
         return decision
 
-    async def store(
-        self,
-        command: StoreEpisodes,
-        attachments: Sequence[Bytes],
-        routed: Sequence[int] = (),
-        routes: Sequence[memoryview] = (),
-    ) -> Decision:
-        """Execute a put. Before the decision, write the put's large episodes to disk, and also the `routes`
-        of the samples `routed` if this front stores routes."""
+    async def store(self, command: StoreEpisodes, given: Sequence[GroupBytes]) -> Decision:
+        """Execute a put with the bytes of each of its groups. Before the decision, write large episodes to
+        disk, and also routes if this front stores routes."""
         self._ready()
-        group_id, kept = command.group_id, self._store.routes if routed else None
-        files: dict[int, RoutesFile] = {}
+        placed: list[Bytes | BlobRef] = []
+        files: list[tuple[str, str]] = []  # Names of files with large episodes, and their groups
+        routed: list[tuple[str, dict[int, RoutesFile]]] = []
+        kept = self._store.routes
+        stored: dict[str, Sequence[int]] = {}
         try:
-            if kept is not None:
-                files = await kept.write(group_id, routed, routes)
-            placed, name = await self._store.place_large(attachments)
-        except OSError as error:
-            if kept is not None:
-                kept.settled(group_id, files, stored=())
-            log.error("episodes cannot be written to disk", error=str(error))
-            raise FaultError("unavailable", f"episodes cannot be written: {error}", FULL_RETRY_MS) from error
-        if name:
-            failpoint("buffer.after_large")
-        stored: Sequence[int] = ()
-        try:
+            for group_id, own in zip((put.group_id for put in command.groups), given, strict=True):
+                if kept is not None and own.routed:
+                    routed.append((group_id, await kept.write(group_id, own.routed, own.routes)))
+                blobs, name = await self._store.place_large(own.blobs)
+                placed += blobs
+                if name:
+                    files.append((name, group_id))
+                    failpoint("buffer.after_large")
             decision = await self.execute(command, placed)
             if isinstance(decision.reply, PutAck):
-                stored = decision.reply.stored
+                answers = zip(command.groups, decision.reply.groups, strict=True)
+                stored = {put.group_id: answer.stored for put, answer in answers}
             return decision
+        except OSError as error:
+            log.error("episodes cannot be written to disk", error=str(error))
+            raise FaultError("unavailable", f"episodes cannot be written: {error}", FULL_RETRY_MS) from error
         finally:
-            if name:
+            for name, group_id in files:
                 self._store.settled(name, group_id)
-            if kept is not None:
+            for group_id, written in routed:
+                assert kept is not None
                 # The group may have been freed since.
                 group = self.index.groups.get(group_id) if self.index is not None else None
-                kept.settled(
-                    group_id, files, stored={*stored}.intersection(group.held if group is not None else ())
-                )
+                held = group.held if group is not None else ()
+                kept.settled(group_id, written, stored={*stored.get(group_id, ())}.intersection(held))
 
     async def poll(
         self,
@@ -215,20 +220,21 @@ class Coordinator:
         """Execute the command. While the reply is empty, execute the command again whenever `edge` fires, for
         at most `wait_ms`. Setting the event `again` repeats the command for this poll only.
 
-        If `more_comes` returns true for a reply, the poll may wait up to `GATHER_S` for more, because fewer
-        and larger replies cost less."""
+        While `more_comes` returns true, an execution may be put off by `GATHER_S`, because fewer and larger
+        replies cost less."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + wait_ms / 1000
-        gather_s = deadline_s if more_comes is not None else 0.0
+        gather_s: float | None = None
         fired = again or asyncio.Event()
         self._polls[edge][fired] = None
         try:
             while True:
                 fired.clear()
                 if more_comes is not None and self.index is not None and more_comes(self.index):
-                    gather_s = min(gather_s, loop.time() + GATHER_S)
-                    if await _happens(fired, gather_s - loop.time()):
+                    gather_s = gather_s or min(deadline_s, loop.time() + GATHER_S)
+                    if not self._stopping and await _happens(fired, gather_s - loop.time()):
                         continue
+                gather_s = None
                 reply = (await self.execute(command)).reply
                 left_s = deadline_s - loop.time()
                 if left_s <= 0 or self._stopping or not is_empty(reply):

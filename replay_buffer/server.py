@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,12 +51,13 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.schema import Message, Request
 from areal_async.rpc.server import Answer, Handler, Peer, Server, by_type
 from areal_async.service.context import ServiceContext
-from areal_async.trajectory import TrajectoryError, row_profile, seen_by, unpack, untrainable
+from areal_async.trajectory import Episode, TrajectoryError, row_profile, seen_by, unpack_many, untrainable
 from replay_buffer import metrics
-from replay_buffer.coordinator import Coordinator
+from replay_buffer.coordinator import Coordinator, GroupBytes
+from replay_buffer.ledger.batching import has_batch
 from replay_buffer.ledger.decide import DECIDES, stats
 from replay_buffer.ledger.index import Index
-from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
+from replay_buffer.ledger.leasing import Arrival, GroupArrivals, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules, TaskOrder
@@ -63,7 +65,7 @@ from replay_buffer.redis.address import RedisAddress, StoreUnavailable
 from replay_buffer.redis.embedded import EmbeddedRedis, is_in_memory
 from replay_buffer.redis.large import EPISODES
 from replay_buffer.redis.store import Store
-from replay_buffer.redis.writer import FILE, ConfirmedRevision, LedgerClock
+from replay_buffer.redis.writer import FILE, Bytes, ConfirmedRevision, LedgerClock
 from replay_buffer.routes import RouteFiles
 
 LONGEST_WAIT_MS = 30_000
@@ -169,37 +171,29 @@ class BufferServer:
         return reply
 
     async def _put(self, peer: Peer, message: PutEpisodes, attachments: list[memoryview]) -> Answer:
-        n_samples, expected = len(message.samples), len(message.samples) + len(message.routes)
-        routed = {*message.routes}
-        strange = not routed <= {*message.samples} or len(routed) < len(message.routes)
-        if len(attachments) != expected or strange:
-            raise FaultError(
-                "invalid",
-                f"a put of {n_samples} samples, {len(message.routes)} with routes, came with "
-                f"{len(attachments)} attachments",
-            )
-        blobs, routes = attachments[:n_samples], attachments[n_samples:]
+        given = _by_group(message, attachments)
+        blobs = [blob for each in given for blob in each.blobs]
         if sum(map(len, blobs)) > LARGE_PUT_BYTES:
-            arrivals = await asyncio.to_thread(self._read, message, blobs, routes)
+            arrivals = await asyncio.to_thread(self._read, message, blobs, given)
         else:
             with busy("serve"):
-                arrivals = self._read(message, blobs, routes)
-        command = StoreEpisodes(message.lease_id, message.group_id, arrivals)
-        return (await self._coordinator.store(command, blobs, message.routes, routes)).reply
+                arrivals = self._read(message, blobs, given)
+        return (await self._coordinator.store(StoreEpisodes(arrivals), given)).reply
 
     def _read(
-        self, message: PutEpisodes, blobs: list[memoryview], routes: list[memoryview]
-    ) -> tuple[Arrival, ...]:
-        more = dict(zip(message.routes, map(len, routes), strict=True))
-        arrivals = (
-            read_arrival(self._job, message.group_id, sample, blob)
-            for sample, blob in zip(message.samples, blobs, strict=True)
-        )
-        # Their bytes count too, although they are not in Redis.
-        return tuple(
-            replace(each, size_bytes=each.size_bytes + more[each.sample]) if each.sample in more else each
-            for each in arrivals
-        )
+        self, message: PutEpisodes, blobs: Sequence[Bytes], given: Sequence[GroupBytes]
+    ) -> tuple[GroupArrivals, ...]:
+        episodes = iter(zip(blobs, unpack_many(blobs), strict=True))
+        groups = []
+        for put, own in zip(message.groups, given, strict=True):
+            # The bytes of routes count too, although they are not in Redis.
+            more = dict(zip(own.routed, map(len, own.routes), strict=True))
+            arrivals = [
+                read_arrival(self._job, put.group_id, sample, found, len(blob) + more.get(sample, 0))
+                for sample, (blob, found) in zip(put.samples, episodes, strict=False)
+            ]
+            groups.append(GroupArrivals(put.lease_id, put.group_id, tuple(arrivals)))
+        return tuple(groups)
 
     async def _claim(self, peer: Peer, message: Claim, attachments: list[memoryview]) -> Answer:
         def is_empty(reply: Message) -> bool:
@@ -228,7 +222,10 @@ class BufferServer:
         def is_empty(reply: Message) -> bool:
             return isinstance(reply, Waiting)
 
-        return await self._coordinator.poll(message, _wait_ms(message), "batch", is_empty)
+        def more_comes(index: Index) -> bool:
+            return not has_batch(index, message.policy, message.step)
+
+        return await self._coordinator.poll(message, _wait_ms(message), "batch", is_empty, more_comes)
 
     async def _fetch(self, peer: Peer, message: Fetch, attachments: list[memoryview]) -> Answer:
         places = [place_of(episode_id) for episode_id in message.episode_ids]
@@ -257,32 +254,51 @@ class BufferServer:
         return msgspec.structs.replace(figures, redis_bytes=self._redis_bytes, lost_writes=lost)
 
 
-def read_arrival(job: str, group_id: str, sample: int, blob: memoryview) -> Arrival:
-    """Return the properties of an episode that its bytes contain, checked against those in the message."""
+def _by_group(message: PutEpisodes, attachments: Sequence[memoryview]) -> list[GroupBytes]:
+    """Return the attachments of each group of a put. Raises `FaultError` if they do not match."""
+    found, at = [], 0
+    strange = False
+    for put in message.groups:
+        routes_at = at + len(put.samples)
+        end = routes_at + len(put.routes)
+        routed = {*put.routes}
+        strange |= not routed <= {*put.samples} or len(routed) < len(put.routes)
+        found.append(GroupBytes(attachments[at:routes_at], put.routes, attachments[routes_at:end]))
+        at = end
+    if strange or at != len(attachments):
+        raise FaultError(
+            "invalid",
+            f"a put of {sum(len(put.samples) for put in message.groups)} samples, "
+            f"{sum(len(put.routes) for put in message.groups)} with routes, came with "
+            f"{len(attachments)} attachments",
+        )
+    return found
+
+
+def read_arrival(
+    job: str, group_id: str, sample: int, found: Episode | TrajectoryError, size_bytes: int
+) -> Arrival:
+    """Return the properties of an episode that its bytes contain, checked against those in the message.
+    `found` is the decoded blob, or the reason why it cannot be decoded."""
+    if isinstance(found, TrajectoryError):
+        return Arrival(sample, problem=str(found))
     try:
-        episode = unpack(blob)
         versions = {
-            policy: Versions(*held, rows=row_profile(seen_by(episode, policy)))
-            for policy, held in episode.versions.items()
+            policy: Versions(*held, rows=row_profile(seen_by(found, policy)))
+            for policy, held in found.versions.items()
         }
     except TrajectoryError as error:
         return Arrival(sample, problem=str(error))
-    header = episode.header
+    header = found.header
     if (header.job, header.group_id, header.sample) != (job, group_id, sample):
-        return Arrival(sample, problem=f"the blob is episode {episode.episode_id} of job {header.job}")
-    if why := untrainable(episode):
+        return Arrival(sample, problem=f"the blob is episode {found.episode_id} of job {header.job}")
+    if why := untrainable(found):
         problem = (
             f"{why}, so it is no sample of what is trained. Sample at a temperature above 0 "
             "without top_p and top_k, or keep the answer as context: ctx.generate(…, train=False)"
         )
         return Arrival(sample, problem=problem)
-    return Arrival(
-        sample=sample,
-        size_bytes=blob.nbytes,
-        n_units=episode.n_units,
-        n_sampled=episode.n_sampled,
-        versions=versions,
-    )
+    return Arrival(sample, size_bytes, found.n_units, found.n_sampled, versions)
 
 
 def place_of(episode_id: str) -> tuple[str, int]:

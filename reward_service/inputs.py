@@ -15,6 +15,7 @@ from areal_async.models.answers import opens_thought, spoken
 if TYPE_CHECKING:
     from areal_async.base.records import Task
     from areal_async.trajectory import Episode
+    from areal_async.trajectory.layout import EpisodeHeader
 
 OF_TASK = ("ground_truth", "data_source", "ability", "reward_style", "extra_info")
 """Fields of an input that come from its task."""
@@ -54,15 +55,15 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
         return cls(is_chat=not isinstance(task.prompt, str), **shared, **given)
 
     @classmethod
-    def of_episode(cls, task: Task, episode: Episode, blob: bytes) -> Self:
-        """Return the input of a reward: texts of the episode and ground truth of its task."""
-        header = episode.header
+    def of_episode(cls, task: Task, header: EpisodeHeader, n_sampled: int, blob: bytes) -> Self:
+        """Return the input of a reward: texts of the episode and ground truth of its task. `n_sampled` is the
+        number of tokens that the model sampled."""
         return cls.to(
             task,
             prompt=header.prompt_text,
             response=header.response_text,
             metadata=header.metadata,
-            response_tokens=episode.n_sampled,
+            response_tokens=n_sampled,
             truncated=bool(header.calls) and header.calls[-1].finish_reason == "length",
             fault=header.fault,
             blob=blob,

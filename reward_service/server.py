@@ -29,7 +29,7 @@ from areal_async.base.verdicts import Failure, Score, Verdict, kind_of
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.rpc.client import Client, wait_out
 from areal_async.rpc.messages import Claim, ClaimedEpisode, EpisodeVerdict, PutVerdicts
-from areal_async.trajectory import TrajectoryError, unpack
+from areal_async.trajectory import TrajectoryError, read_header
 from reward_service import metrics
 from reward_service.backends import Call, set_within
 from reward_service.router import Router
@@ -180,7 +180,8 @@ class RewardServer:
             self.pending += len(episodes)
             try:
                 inputs = [
-                    RewardInput.of_episode(item.task, unpack(blob), bytes(blob)) for item, blob in episodes
+                    RewardInput.of_episode(item.task, *read_header(blob), bytes(blob))
+                    for item, blob in episodes
                 ]
             except TrajectoryError as error:
                 for item, blob in episodes:

@@ -61,7 +61,6 @@ from rollout_service.process import (
     make_renderers,
     prepare,
     sampling_of,
-    settle,
     speakers_of,
     unless_stopped,
 )
@@ -333,7 +332,7 @@ class Evaluator:
             task=number,
             sample=sample,
             text=str(header.metadata.get("answer", header.response_text)).strip(),
-            given=RewardInput.of_episode(task, episode, blob),
+            given=RewardInput.of_episode(task, episode.header, episode.n_sampled, blob),
         )
 
 
@@ -561,7 +560,6 @@ async def main(ctx: ServiceContext) -> None:
 
     async def work() -> None:
         async with LocalScorer(job.reward, workers=1, inline=ctx.inline) as scorer:
-            settle()
             ctx.ready()
             for source in (receiver, *(other.source for other in others)):
                 await connect(source)

@@ -6,7 +6,6 @@ Torch is imported only if the engine computes in this process."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
@@ -31,9 +30,6 @@ T = TypeVar("T")
 log = get_logger("rollout")
 
 CONNECT_WAIT_S = 15.0
-GARBAGE_OBJECTS = 10_000
-"""Number of new objects between two garbage collections. The number is large, because only failed episodes
-leave garbage with reference cycles, which only the collector can free."""
 
 
 def prepare(torch_threads: int, *, computes: bool) -> None:
@@ -47,15 +43,6 @@ def prepare(torch_threads: int, *, computes: bool) -> None:
 
     torch.set_num_threads(torch_threads)
     transformers_logging.disable_progress_bar()
-
-
-def settle() -> None:
-    """Exempt all loaded objects from garbage collection. Call this once the process serves. The objects of
-    modules live as long as the process, so scanning them repeatedly is useless, and it would take more time
-    than the worker's own work."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GARBAGE_OBJECTS)
 
 
 def make_renderer(model: Path, template_args: Mapping[str, Any] | None = None) -> Renderer:

@@ -42,7 +42,6 @@ from rollout_service.process import (
     make_renderers,
     prepare,
     sampling_of,
-    settle,
     unless_stopped,
 )
 from rollout_service.replicas import ReplicaSet
@@ -237,7 +236,6 @@ async def _serve(ctx: ServiceContext) -> None:
             engines = [server.engine for server in servers.values()]
             REGISTRY.register(series)
             board.figures = lambda: figures_of(engines, doing())
-            settle()
             ctx.ready()
             versions = [tag.label for tag in serving]
             log.info("rollout worker serves", engine=job.rollout.engine, versions=versions)

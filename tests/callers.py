@@ -1,4 +1,4 @@
-"""A base for small fakes of an RPC client, and what tests send with a real one.
+"""A base for small fakes of an RPC client, and a put with a real one.
 
 A fake answers a request by the method that has its name in lower case, with the fields as arguments. A method
 returns the reply, `(reply, attachments)`, or None for `Ok`."""
@@ -12,17 +12,23 @@ from typing import Any
 from msgspec.structs import asdict
 from typing_extensions import Buffer
 
-from areal_async.rpc.messages import OpenTrainer, PutEpisodes
+from areal_async.rpc.client import Client
+from areal_async.rpc.messages import GroupSamples, OpenTrainer, PutEpisodes, StoredGroup
 from areal_async.rpc.schema import Request
 
 
 def _begin(fake: object, request: Request[Any], attachments: Sequence[Any]) -> Any:
     fields = asdict(request)
     if isinstance(request, PutEpisodes):
-        samples, routed = fields.pop("samples"), fields.pop("routes")
-        fields["episodes"] = dict(zip(samples, attachments, strict=not routed))
-        if routed:
-            fields["routes"] = dict(zip(routed, attachments[len(samples) :], strict=True))
+        left = iter(attachments)
+        fields["puts"] = [
+            (
+                put,
+                {sample: next(left) for sample in put.samples},
+                {sample: next(left) for sample in put.routes},
+            )
+            for put in fields.pop("groups")
+        ]
     elif isinstance(request, OpenTrainer):
         fields["ledger"] = bytes(attachments[0]) if attachments else b""
     return getattr(fake, re.sub(r"(?<!^)(?=[A-Z])", "_", type(request).__name__).lower())(**fields)
@@ -40,6 +46,7 @@ class FakeCaller:
         return _both(await _begin(self, request, attachments))[0]
 
 
-def put(client: Any, lease_id: str, group_id: str, episodes: Mapping[int, Buffer]) -> Any:
-    """Store codec blobs by sample, with a `Client` or a `SyncClient`."""
-    return client.call(PutEpisodes(lease_id, group_id, list(episodes)), attachments=list(episodes.values()))
+async def put(client: Client, lease_id: str, group_id: str, episodes: Mapping[int, Buffer]) -> StoredGroup:
+    """Store codec blobs of one group by sample."""
+    request = PutEpisodes([GroupSamples(lease_id, group_id, list(episodes))])
+    return (await client.call(request, attachments=list(episodes.values()))).groups[0]

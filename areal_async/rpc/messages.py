@@ -112,22 +112,36 @@ class Refusal(Record, frozen=True):
 Durability = Literal["memory", "everysec", "always"]
 
 
-class PutAck(Message, frozen=True):
-    """The samples in `stored` are stored. They survive the failures that the level `durability` covers."""
+class StoredGroup(Record, frozen=True):
+    """The samples of one group that are stored, and the refused ones."""
 
     stored: list[int]
-    durability: Durability
     refused: list[Refusal] = []
 
 
-class PutEpisodes(Request[PutAck], frozen=True):
-    """Finished episodes of one group. Attachment i is the codec blob of sample `samples[i]`."""
+class PutAck(Message, frozen=True):
+    """The answer for each group of a put, in order. The stored samples survive the failures that the level
+    `durability` covers."""
+
+    groups: list[StoredGroup]
+    durability: Durability
+
+
+class GroupSamples(Record, frozen=True):
+    """Finished episodes of one group."""
 
     lease_id: str
     group_id: str
     samples: list[int]
     routes: list[int] = []
-    """Samples that have routes. The routes are attached after the blobs, in this order."""
+    """Samples that have routes."""
+
+
+class PutEpisodes(Request[PutAck], frozen=True):
+    """Finished episodes of some groups. For each group, the codec blobs of its `samples` are attached, and
+    after them the routes of its `routes`."""
+
+    groups: list[GroupSamples]
 
 
 # --- reward -> buffer --------------------------------------------------------------------------------

@@ -78,20 +78,9 @@ _decoder = msgspec.msgpack.Decoder(EpisodeHead)
 
 def _episode_of(view: memoryview, spans: Sequence[tuple[int, int]], limits: EpisodeLimits) -> Episode:
     """Return the episode of a blob. `spans` has (offset, size) of each frame."""
-    head_at, head_bytes = spans[0]
-    head = _decode_head(view[head_at : head_at + head_bytes], limits)
-    if len(head.columns) != len(spans) - CORE_FRAMES:
-        raise CodecError(f"the head names {len(head.columns)} optional columns, {len(spans)} frames came")
-    n_segments, n_units = head.segments, head.units
-    if not (0 <= n_segments <= limits.segments and 0 <= n_units <= limits.units):
-        raise SizeError(f"{n_segments} segments, {n_units} units: limits {limits.segments}, {limits.units}")
-    table_at, table_bytes = spans[1]
-    if table_bytes != n_segments * SEGMENT_BYTES:
-        raise CodecError(f"the segment frame has {table_bytes} bytes for {n_segments} segments")
-    width = I32.itemsize * n_units
+    head = read_head(view, spans, limits)
+    n_segments, n_units, table_at = head.segments, head.units, spans[1][0]
     token_id, logprob, version, mask = spans[2:CORE_FRAMES]
-    if not token_id[1] == logprob[1] == version[1] == width or mask[1] != n_units:
-        raise CodecError(f"the unit frames do not have the sizes of {n_units} units")
     columns = _columns_at(head, spans, limits) if head.columns else ()
     anchor = np.frombuffer(view, I64, n_segments, table_at)
     if not anchor.flags.aligned:  # Frames begin at multiples of 8, so all of them are aligned or none is
@@ -109,6 +98,25 @@ def _episode_of(view: memoryview, spans: Sequence[tuple[int, int]], limits: Epis
         {name: np.ndarray(shape, dtype, view, at) for name, dtype, shape, at in columns},
     )
     return Episode(head.header, Segments(table, reward, anchor), units, limits=limits)
+
+
+def read_head(view: memoryview, spans: Sequence[tuple[int, int]], limits: EpisodeLimits) -> EpisodeHead:
+    """Return the head of a blob, checked against the sizes of its frames. `spans` has (offset, size) of each
+    frame."""
+    head_at, head_bytes = spans[0]
+    head = _decode_head(view[head_at : head_at + head_bytes], limits)
+    if len(head.columns) != len(spans) - CORE_FRAMES:
+        raise CodecError(f"the head names {len(head.columns)} optional columns, {len(spans)} frames came")
+    n_segments, n_units = head.segments, head.units
+    if not (0 <= n_segments <= limits.segments and 0 <= n_units <= limits.units):
+        raise SizeError(f"{n_segments} segments, {n_units} units: limits {limits.segments}, {limits.units}")
+    if spans[1][1] != n_segments * SEGMENT_BYTES:
+        raise CodecError(f"the segment frame has {spans[1][1]} bytes for {n_segments} segments")
+    width = I32.itemsize * n_units
+    token_id, logprob, version, mask = spans[2:CORE_FRAMES]
+    if not token_id[1] == logprob[1] == version[1] == width or mask[1] != n_units:
+        raise CodecError(f"the unit frames do not have the sizes of {n_units} units")
+    return head
 
 
 def _parts_of(episode: Episode, limits: EpisodeLimits) -> list[bytes | NDArray]:
@@ -179,7 +187,7 @@ def pack(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
 def unpack(buffer: Buffer, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> Episode:
     """Return the episode of a blob. Its arrays are views, so they keep `buffer` alive. Raises
     TrajectoryError."""
-    view, spans = _opened(buffer, limits)
+    view, spans = opened(buffer, limits)
     return _episode_of(view, spans, limits)
 
 
@@ -189,7 +197,7 @@ def _table_of(n_frames: int) -> struct.Struct:
     return struct.Struct(f"<{2 * n_frames}Q")
 
 
-def _opened(buffer: Buffer, limits: EpisodeLimits) -> tuple[memoryview, list[tuple[int, int]]]:
+def opened(buffer: Buffer, limits: EpisodeLimits) -> tuple[memoryview, list[tuple[int, int]]]:
     """Check prefix, frame table and checksum of a blob. Return its bytes, and (offset, size) of each
     frame."""
     view = memoryview(buffer).toreadonly()

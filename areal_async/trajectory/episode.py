@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,9 +57,9 @@ LOGPROB_SLACK = 1e-3  # Log-probs may exceed 0 by this much: engines add float32
 _INT32_MAX = 2**31 - 1
 _NONE_BYTE = b"\xff"  # Each byte of an i32 version -1
 _SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1
-_SAMPLED = int(SegmentKind.SAMPLED)
-_MAX_KIND = int(max(SegmentKind))
-_ALL_FLAGS = int(~SegmentFlag(0))
+SAMPLED = int(SegmentKind.SAMPLED)
+MAX_KIND = int(max(SegmentKind))
+ALL_FLAGS = int(~SegmentFlag(0))
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*\Z")
 _DIGEST = re.compile(r"[a-z0-9_-]+:[0-9a-f]+\Z")
 _COLUMN_DTYPES = frozenset(COLUMN_DTYPES.values())
@@ -72,6 +72,17 @@ class PolicyVersions(NamedTuple):
     newest: int
     epoch: int
     """The smallest trainer epoch of these weights."""
+
+
+class Trained(NamedTuple):
+    """Figures of an episode's units with mask 1. The others are -1 if there are no such units."""
+
+    n_sampled: int
+    """Number of these units."""
+    min_version: int
+    max_version: int
+    min_epoch: int
+    """The smallest trainer epoch of their weights."""
 
 
 def _versions_of_each(header: EpisodeHeader, segments: Segments, units: Units) -> dict[str, PolicyVersions]:
@@ -91,7 +102,7 @@ def _versions_of_each(header: EpisodeHeader, segments: Segments, units: Units) -
     return {name: PolicyVersions(min(o), max(n), min(e)) for name, (o, n, e) in columns.items()}
 
 
-def _check_header(header: EpisodeHeader) -> None:
+def check_header(header: EpisodeHeader) -> None:
     if header.schema != TRAJECTORY_SCHEMA:
         raise SchemaError(f"the episode has schema {header.schema}, this process reads {TRAJECTORY_SCHEMA}")
     if not header.group_id or not (0 <= header.sample <= _INT32_MAX and 0 <= header.attempt <= _INT32_MAX):
@@ -164,18 +175,18 @@ def _check_segments(segments: Segments, n_units: int, versions: bytes, n_agents:
     for i, (parent, kind, agent, turn, offset, length, flags) in enumerate(rows):
         if not NO_PARENT <= parent < i:
             raise InvariantError(f"segment {i}: parent {parent} is neither an earlier segment nor -1")
-        if not 0 <= kind <= _MAX_KIND:
+        if not 0 <= kind <= MAX_KIND:
             raise InvariantError(f"segment {i}: kind {kind} is unknown")
         if not 0 <= agent < n_agents:
             raise InvariantError(f"segment {i}: agent {agent} of {n_agents}")
         if turn < 0:
             raise InvariantError(f"segment {i}: turn {turn}, turns count from 0")
-        if not 0 <= flags <= _ALL_FLAGS:
-            raise InvariantError(f"segment {i}: flags {flags:#x}, the known bits are {_ALL_FLAGS:#x}")
+        if not 0 <= flags <= ALL_FLAGS:
+            raise InvariantError(f"segment {i}: flags {flags:#x}, the known bits are {ALL_FLAGS:#x}")
         if offset != end or length < 0:
             raise InvariantError(f"segment {i}: offset {offset}, length {length}; {end} units came before it")
         end += length
-        if kind == _SAMPLED:
+        if kind == SAMPLED:
             sampled.append(i)
         elif versions[4 * offset : 4 * end].strip(_NONE_BYTE):  # Covers the mask too: mask 1 needs a version
             raise InvariantError(f"segment {i}: it is not sampled, so its units have mask 0 and version -1")
@@ -187,7 +198,7 @@ def _check_segments(segments: Segments, n_units: int, versions: bytes, n_agents:
     return sampled
 
 
-def _check_calls(calls: list[Call], sampled: list[int], n_policies: int) -> None:
+def check_calls(calls: list[Call], sampled: list[int], n_policies: int) -> None:
     if len(calls) != len(sampled):
         raise InvariantError(f"calls: {len(calls)} for {len(sampled)} sampled segments")
     for call, segment in zip(calls, sampled, strict=True):
@@ -214,7 +225,7 @@ def _check_media(media: Media, segments: Segments) -> None:
         raise InvariantError(f"media {media.digest}: its units lie outside segment {segment}")
 
 
-def _check_epochs(epochs: list[tuple[int, int]], mask: bytes, n_sampled: int) -> int:
+def check_epochs(epochs: list[tuple[int, int]], mask: bytes, n_sampled: int) -> int:
     """Return the smallest epoch, or -1 if no unit has mask 1."""
     if not n_sampled:
         if epochs:
@@ -245,26 +256,33 @@ class Episode:
         *,
         limits: EpisodeLimits = DEFAULT_LIMITS,
     ) -> None:
-        _check_header(header)
+        check_header(header)
         _check_arrays(segments, units, limits)
         n_sampled, min_version, max_version = _check_units(units)
         sampled = _check_segments(segments, len(units), units.version.tobytes(), len(header.agents))
-        _check_calls(header.calls, sampled, len(header.policies))
+        check_calls(header.calls, sampled, len(header.policies))
         for media in header.media:
             _check_media(media, segments)
+        epoch = check_epochs(header.epochs, units.mask.tobytes(), n_sampled)
+        self._set(header, segments, units, Trained(n_sampled, min_version, max_version, epoch))
+
+    @classmethod
+    def of_checked(cls, header: EpisodeHeader, segments: Segments, units: Units, trained: Trained) -> Self:
+        """Return an episode whose invariants the caller has checked."""
+        episode = cls.__new__(cls)
+        episode._set(header, segments, units, trained)
+        return episode
+
+    def _set(self, header: EpisodeHeader, segments: Segments, units: Units, trained: Trained) -> None:
         self.header = header
         self.segments = segments
         self.units = units
-        self.n_sampled = n_sampled  # Number of units with mask 1
-        self.min_version = min_version  # Smallest version of units with mask 1; -1 if there are none
-        self.max_version = max_version
-        self.min_epoch = _check_epochs(header.epochs, units.mask.tobytes(), n_sampled)
-        """Smallest trainer epoch of units with mask 1; -1 if there are none."""
+        self.n_sampled, self.min_version, self.max_version, self.min_epoch = trained
         self.versions: dict[str, PolicyVersions] = {}
         """Versions of the units with mask 1, by policy. A policy without such units is missing."""
-        if len(header.policies) == 1 and n_sampled:
-            self.versions = {header.policies[0]: PolicyVersions(min_version, max_version, self.min_epoch)}
-        elif n_sampled:
+        if len(header.policies) == 1 and trained.n_sampled:
+            self.versions = {header.policies[0]: PolicyVersions(*trained[1:])}
+        elif trained.n_sampled:
             self.versions = _versions_of_each(header, segments, units)
 
     @property

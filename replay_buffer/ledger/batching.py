@@ -79,6 +79,14 @@ def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
     return _Assembly(Transaction(index, now_ms), policy, step).batch(plan, message.epoch)
 
 
+def has_batch(index: Index, policy: str, step: int) -> bool:
+    """Return whether the batch of `step` exists, or there may be enough scored groups for it."""
+    if policy not in index.consumers or (policy, step) in index.batches:
+        return True
+    mine = index.consumers[policy]
+    return len(mine.ready) + len(mine.reusable) >= index.rules.consumers[policy].batch_groups
+
+
 def _only_after_commit(index: Index, policy: str, step: int) -> Waiting | None:
     """Return the reason if the batch of `step` must wait for the commit of the step before. It must wait
     while that commit can still decide which units are valid: until the redo log ends, and while the running

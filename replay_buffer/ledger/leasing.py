@@ -19,6 +19,7 @@ from areal_async.rpc.messages import (
     PutAck,
     Refusal,
     Release,
+    StoredGroup,
 )
 from areal_async.rpc.schema import Ok
 from replay_buffer.ledger.abandoned import counted_as
@@ -354,38 +355,60 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class StoreEpisodes:
-    """A `PutEpisodes` message. `arrivals[i]` was read from attachment `i`."""
+class GroupArrivals:
+    """The episodes of one group in a put."""
 
     lease_id: str
     group_id: str
     arrivals: tuple[Arrival, ...]
 
 
+@dataclass(frozen=True)
+class StoreEpisodes:
+    """A `PutEpisodes` message. The attachments are the blobs of all arrivals, in order."""
+
+    groups: tuple[GroupArrivals, ...]
+
+
 def store_episodes(index: Index, command: StoreEpisodes, now_ms: int) -> Decision:
-    """Store the episodes of a live lease, each sample once.
+    """Store the episodes of live leases, each sample once.
 
     A sample that the same lease stored before is acknowledged again, because the acknowledgement may have
     been lost. Other episodes from a lease that has ended are refused, because another worker may have the
     group. An episode that is too old for every later step, or from abandoned weights, ends its whole group.
     """
     tx = Transaction(index, now_ms)
-    group = index.groups.get(command.group_id)
-    if group is None or command.lease_id not in group.leases:
-        return _refuse_all(tx, command, "lease_lost")
-    lease_number = group.leases.index(command.lease_id)
-    live = group.state == GroupState.LEASED and group.leases[-1] == command.lease_id
+    answers: list[StoredGroup] = []
+    first = 0
+    known: KnownProblems = {}
+    for put in command.groups:
+        answers.append(_store_group(tx, put, first, known))
+        first += len(put.arrivals)
+    return tx.decide(PutAck(answers, index.rules.durability))
+
+
+KnownProblems = dict[tuple[str, int, int, int, bool], str]
+"""Results of `_of_versions` in one decision, because most episodes of a put have equal versions."""
+
+
+def _store_group(tx: Transaction, put: GroupArrivals, first: int, known: KnownProblems) -> StoredGroup:
+    """Store the episodes of one lease. `first` is the attachment of the first of them."""
+    index, group = tx.index, tx.group(put.group_id)
+    if group is None or put.lease_id not in group.leases:
+        return _refuse_all(tx, put, "lease_lost")
+    lease_number = group.leases.index(put.lease_id)
+    live = group.state == GroupState.LEASED and group.leases[-1] == put.lease_id
     stored: list[int] = []
     refused: list[Refusal] = []
     arrived: dict[int, EpisodeRecord] = {}
-    for attachment, arrival in enumerate(command.arrivals):
-        reason = _problem(index, group, arrival, lease_number, live=live)
+    for attachment, arrival in enumerate(put.arrivals, first):
+        reason = _problem(index, group, arrival, lease_number, known, live=live)
         if reason in ("stale", "abandoned"):
             tx.drop(group, reason)
-            return _refuse_all(tx, command, reason)
+            return _refuse_all(tx, put, reason)
         if reason:
             tx.count(f"refused:{reason.split(':')[0]}")
-            refused.append(_refusal(command, arrival, reason))
+            refused.append(_refusal(put, arrival, reason))
             continue
         stored.append(arrival.sample)
         if group.episodes[arrival.sample].state == EpisodeState.MISSING and arrival.sample not in arrived:
@@ -396,12 +419,20 @@ def store_episodes(index: Index, command: StoreEpisodes, now_ms: int) -> Decisio
         try_succeeded(tx, "generating")
         group = tx.add_episodes(group, arrived)
         if not group.missing:
-            tx.set_lease(command.lease_id, None)
+            tx.set_lease(put.lease_id, None)
             tx.move(group, GroupState.GENERATED)
-    return tx.decide(PutAck(stored, index.rules.durability, refused))
+    return StoredGroup(stored, refused)
 
 
-def _problem(index: Index, group: GroupRecord, arrival: Arrival, lease_number: int, *, live: bool) -> str:
+def _problem(
+    index: Index,
+    group: GroupRecord,
+    arrival: Arrival,
+    lease_number: int,
+    known: KnownProblems,
+    *,
+    live: bool,
+) -> str:
     """Return why an arrival cannot be stored, or an empty string if it can be stored or this lease has
     already stored it."""
     if not 0 <= arrival.sample < len(group.episodes):
@@ -415,11 +446,14 @@ def _problem(index: Index, group: GroupRecord, arrival: Arrival, lease_number: i
         return "lease_lost"
     if arrival.problem:
         return f"invalid: {arrival.problem}"
-    problems = [
-        _of_versions(index, policy, held, trained=policy in group.training)
-        for policy, held in arrival.versions.items()
-    ]
-    return next(filter(None, problems), "")
+    for policy, versions in arrival.versions.items():
+        trained = policy in group.training
+        key = policy, versions.oldest, versions.newest, versions.epoch, trained
+        if (problem := known.get(key)) is None:
+            problem = known[key] = _of_versions(index, policy, versions, trained=trained)
+        if problem:
+            return problem
+    return ""
 
 
 def _of_versions(index: Index, policy: str, held: Versions, *, trained: bool) -> str:
@@ -463,11 +497,10 @@ def _episode(arrival: Arrival, lease_number: int) -> EpisodeRecord:
     )
 
 
-def _refuse_all(tx: Transaction, command: StoreEpisodes, reason: str) -> Decision:
-    tx.count(f"refused:{reason}", len(command.arrivals))
-    refused = [_refusal(command, arrival, reason) for arrival in command.arrivals]
-    return tx.decide(PutAck([], tx.rules.durability, refused))
+def _refuse_all(tx: Transaction, put: GroupArrivals, reason: str) -> StoredGroup:
+    tx.count(f"refused:{reason}", len(put.arrivals))
+    return StoredGroup([], [_refusal(put, arrival, reason) for arrival in put.arrivals])
 
 
-def _refusal(command: StoreEpisodes, arrival: Arrival, reason: str) -> Refusal:
-    return Refusal(f"{command.group_id}.{arrival.sample}", reason)
+def _refusal(put: GroupArrivals, arrival: Arrival, reason: str) -> Refusal:
+    return Refusal(f"{put.group_id}.{arrival.sample}", reason)

@@ -34,7 +34,7 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.schema import Message
 from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
 from replay_buffer.ledger.index import Edge, Index, LedgerRecords
-from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
+from replay_buffer.ledger.leasing import Arrival, GroupArrivals, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import GroupState, LedgerMeta, Versions
 from replay_buffer.ledger.rules import Rules
@@ -278,7 +278,8 @@ class SimulatedJob:
         lease, worker, first = self._leases.pop(group_id)
         epoch = self.index.consumer(self.policy).epoch
         versions = {self.policy: Versions(first, max(first, self.serving[worker]), epoch)}
-        self._send(StoreEpisodes(lease.lease_id, group_id, (Arrival(0, 100, 8, 4, versions),)))
+        put = GroupArrivals(lease.lease_id, group_id, (Arrival(0, 100, 8, 4, versions),))
+        self._send(StoreEpisodes((put,)))
         self.lease(worker)
 
     def _claim(self) -> None:

@@ -36,8 +36,8 @@ class LoadReward(msgspec.Struct, array_like=True, tag="load"):
 
 
 class WorkUnit(msgspec.Struct, array_like=True, tag="run"):
-    """One invocation of a reward: for one input, for several at once (`batch`), or for the inputs of a
-    group."""
+    """One invocation of a reward: for one input, for several inputs (at once, or one after the other), or for
+    the inputs of a group."""
 
     number: int
     reward: int

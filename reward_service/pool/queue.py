@@ -22,6 +22,10 @@ from reward_service.sdk import RewardLoadError, own_file
 
 MAX_QUEUED = 8192
 MOST_BYTES = 4 << 20  # inputs of one invocation of a batched reward; a single larger input is sent alone
+QUICK_S = 0.005
+"""Time of the calls of a quick reward that share an invocation, because a message costs more than such a
+call."""
+MOST_TOGETHER = 64
 FIRST_CALL_S = 0.02  # assumed duration of a reward's first call
 
 
@@ -61,6 +65,14 @@ class PooledReward:
         its value is raised to at least the value of the reward served last."""
         self.latency = LatencyEstimate()
 
+    @property
+    def together(self) -> int:
+        """Number of calls that one invocation may have: the batch of a batched reward, or as many calls of
+        another reward as take `QUICK_S`. If their process dies, each of them runs again by itself."""
+        if self.batch or self.spec.scope == "group":
+            return self.batch
+        return min(MOST_TOGETHER, int(QUICK_S / max(self.latency.call_s, 1e-9)))
+
     def load_order(self) -> LoadReward:
         spec, worker_class = self.spec, getattr(part_of(self.spec.name), "worker_class", "")
         source, timeout_s = self._source, spec.timeout_s
@@ -84,7 +96,7 @@ class QueuedCall:
 
 @dataclass(slots=True)
 class Invocation:
-    """The work that a worker gets at a time: one call, or several calls of a batched reward."""
+    """The work that a worker gets at a time: one call, or several of a batched or quick reward."""
 
     number: int
     reward: PooledReward
@@ -144,7 +156,7 @@ class FairQueue:
             return None
         waiting, first = reward.waiting, self.pop(reward)
         calls, size_bytes = [first], first.size_bytes
-        most = min(reward.batch, math.ceil((len(waiting) + 1) / workers))
+        most = min(reward.together, math.ceil((len(waiting) + 1) / workers))
         while waiting and len(calls) < most and not (first.single or waiting[0].single):
             size_bytes += waiting[0].size_bytes
             if size_bytes > MOST_BYTES:

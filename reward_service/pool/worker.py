@@ -71,8 +71,7 @@ class UnitRunner:
     def _run(self, unit: WorkUnit) -> bytes:
         """Run a unit and return its encoded report."""
         began_s = time.monotonic()
-        with deadline_in(self._timeouts_s[unit.reward]):
-            verdicts, raised = self._rewards[unit.reward](unit.inputs)
+        verdicts, raised = self._rewards[unit.reward](unit.inputs, self._timeouts_s[unit.reward])
         elapsed_ms = (time.monotonic() - began_s) * 1000
         payload = msgspec.msgpack.encode(FinishedUnit(unit.number, elapsed_ms, verdicts, raised))
         if len(payload) <= MAX_REPORT_BYTES:
@@ -83,17 +82,24 @@ class UnitRunner:
 
 class LoadedReward:
     """A loaded reward. A call takes encoded inputs and returns one verdict for each, whatever the reward
-    returns or raises."""
+    returns or raises. Inputs of a reward that takes one at a time are judged one after the other."""
 
     def __init__(self, function: Callable[..., Any], mark: Mark) -> None:
         self.mark = mark
         self._function = function
         self._inputs = msgspec.msgpack.Decoder(RewardInput)
 
-    def __call__(self, encoded: list[msgspec.Raw]) -> tuple[list[Verdict], bool]:
-        """Return the verdicts, and whether the invocation as a whole failed."""
+    def __call__(self, encoded: list[msgspec.Raw], timeout_s: float) -> tuple[list[Verdict], bool]:
+        """Return the verdicts, and whether the invocation as a whole failed. Each call of the reward may take
+        `timeout_s`."""
+        if self.mark.takes_list or len(encoded) == 1:
+            return self._judged(encoded, timeout_s)
+        return [self._judged([one], timeout_s)[0][0] for one in encoded], False
+
+    def _judged(self, encoded: list[msgspec.Raw], timeout_s: float) -> tuple[list[Verdict], bool]:
         try:
-            return self.verdicts(encoded), False
+            with deadline_in(timeout_s):
+                return self.verdicts(encoded), False
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward are also its errors
             return [Failure("exception", describe(error))] * len(encoded), True
 

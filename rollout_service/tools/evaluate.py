@@ -23,7 +23,7 @@ from areal_async.base.records import Task
 from areal_async.base.verdicts import Score, Verdict, kind_of, message_of
 from areal_async.cli.tools import EvaluateRequest, plain, print_json, run_tool
 from areal_async.data.tasks import read_tasks
-from areal_async.service.context import ServiceContext
+from areal_async.service.context import ServiceContext, settle
 from areal_async.show.progress import progress
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
@@ -33,7 +33,7 @@ from rollout_service.evaluator import (
     lone_engine,
     prepare_evaluation,
 )
-from rollout_service.process import make_gateway, make_renderers, settle
+from rollout_service.process import make_gateway, make_renderers
 from rollout_service.tools.serving import ModelFolder, lone_evaluator, target_of
 from rollout_service.workflows import workflow_of
 

@@ -5,7 +5,8 @@ lost. A lease is closed once no more episodes will come for it. A lease that is 
 returned to the buffer with the reason.
 
 A lease has at most one message in flight. Episodes that finish in the meantime are sent in the next message.
-So short episodes of a group share a message, and a long episode does not delay finished ones.
+So short episodes share a message, also those of several groups, and a long episode does not delay finished
+ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from areal_async.base.errors import FaultError, RpcTimeout
 from areal_async.base.events import failpoint, record
 from areal_async.base.log import get_logger
 from areal_async.rpc.client import Client, wait_out
-from areal_async.rpc.messages import PutAck, PutEpisodes, Release
+from areal_async.rpc.messages import GroupSamples, PutEpisodes, Refusal, Release
 from rollout_service import metrics
 
 log = get_logger("rollout")
@@ -43,14 +44,38 @@ async def first_of(
         waiter.cancel()
 
 
+@dataclass
+class MessageRoom:
+    """Room for more episodes in a message. The first episode always fits."""
+
+    episodes: int
+    size_bytes: int
+    empty: bool = True
+
+    def take(self, size_bytes: int) -> bool:
+        """Return whether an episode of this size fits, and then count it."""
+        if not self.empty and (self.episodes < 1 or self.size_bytes < size_bytes):
+            return False
+        self.empty = False
+        self.episodes -= 1
+        self.size_bytes -= size_bytes
+        return True
+
+
 @dataclass(frozen=True)
 class PutBatch:
-    """One message: encoded episodes of a lease by sample, and their routes if they have any."""
+    """Encoded episodes of a lease in one message, by sample, and their routes if they have any."""
 
     lease_id: str
     group_id: str
     episodes: dict[int, bytes]
     routes: dict[int, bytes]
+
+    def as_message(self) -> GroupSamples:
+        return GroupSamples(self.lease_id, self.group_id, list(self.episodes), list(self.routes))
+
+    def attachments(self) -> list[bytes]:
+        return [*self.episodes.values(), *self.routes.values()]
 
 
 @dataclass
@@ -120,17 +145,22 @@ class UploadQueue:
         lease = self.leases.pop(lease_id, None)
         return len(lease.finished) if lease else 0
 
-    def take(self) -> PutBatch | None:
-        """Return the next message, or None if there is none. It counts as in flight until `settled` is
-        called."""
+    def take(self) -> list[PutBatch]:
+        """Return the groups of the next message, or an empty list if there is none. They count as in flight
+        until `settled` is called."""
+        message: list[PutBatch] = []
+        room = MessageRoom(self.max_episodes, self.max_bytes)
         for lease_id, lease in self.leases.items():
             if lease.finished and lease.under_way is None:
-                lease.under_way = self._batch(lease_id, lease)
-                return lease.under_way
-        return None
+                batch = self._batch(lease_id, lease, room)
+                if not batch.episodes:
+                    break
+                lease.under_way = batch
+                message.append(batch)
+        return message
 
     def settled(self, batch: PutBatch, stored: int = 0) -> None:
-        """Record the answer to a message: `stored` of its episodes are stored, and the others refused."""
+        """Record the answer to a batch: `stored` of its episodes are stored, and the others refused."""
         lease = self.leases.get(batch.lease_id)
         if lease is not None and lease.under_way is batch:
             lease.under_way = None
@@ -147,19 +177,16 @@ class UploadQueue:
             del self.leases[lease_id]
         return ended
 
-    def _batch(self, lease_id: str, lease: LeaseUpload) -> PutBatch:
+    def _batch(self, lease_id: str, lease: LeaseUpload, room: MessageRoom) -> PutBatch:
+        """Return the finished episodes of a lease for which the message has room."""
         episodes: dict[int, bytes] = {}
         routes: dict[int, bytes] = {}
-        size_bytes = 0
         for sample, blob in list(lease.finished.items()):
-            weight = len(blob) + len(lease.routes.get(sample, b""))
-            full = len(episodes) == self.max_episodes or size_bytes + weight > self.max_bytes
-            if episodes and full:
+            if not room.take(len(blob) + len(lease.routes.get(sample, b""))):
                 break
             episodes[sample] = lease.finished.pop(sample)
             if sample in lease.routes:
                 routes[sample] = lease.routes.pop(sample)
-            size_bytes += weight
         return PutBatch(lease_id, lease.group_id, episodes, routes)
 
 
@@ -216,8 +243,8 @@ class Uploader:
 
     def _send(self, most: float = math.inf) -> bool:
         """Send messages, with at most `most` calls in flight. Return whether any call is in flight."""
-        while len(self._calls) < most and (batch := self.queue.take()):
-            self._calls.add(asyncio.ensure_future(self._put(batch)))
+        while len(self._calls) < most and (message := self.queue.take()):
+            self._calls.add(asyncio.ensure_future(self._put(message)))
         return bool(self._calls)
 
     async def close(self, reason: str) -> None:
@@ -249,40 +276,44 @@ class Uploader:
         except (TimeoutError, RpcTimeout, FaultError) as error:
             log.info("lease not released", lease_id=lease_id, error=str(error))
 
-    async def _put(self, batch: PutBatch) -> None:
-        """Send one message repeatedly until it is answered. Repeats are harmless, because the buffer stores
-        each sample once."""
-        lease_id, group_id = batch.lease_id, batch.group_id
-        stored = 0
-        while lease_id in self.queue.leases:
-            record("put", lease_id=lease_id, group_id=group_id, samples=list(batch.episodes))
+    async def _put(self, message: list[PutBatch]) -> None:
+        """Send one message repeatedly until it is answered, without the groups whose leases are lost in the
+        meantime. Repeats are harmless, because the buffer stores each sample once."""
+        stored: dict[str, int] = {}
+        while batches := [batch for batch in message if batch.lease_id in self.queue.leases]:
+            for batch in batches:
+                named = {"lease_id": batch.lease_id, "group_id": batch.group_id}
+                record("put", **named, samples=list(batch.episodes))
             failpoint("rollout.before_put")
             try:
                 ack = await self.buffer.call(
-                    PutEpisodes(lease_id, group_id, list(batch.episodes), list(batch.routes)),
-                    attachments=[*batch.episodes.values(), *batch.routes.values()],
+                    PutEpisodes([batch.as_message() for batch in batches]),
+                    attachments=[blob for batch in batches for blob in batch.attachments()],
                 )
             except (RpcTimeout, FaultError) as error:
                 await wait_out(error, "put", self.retry_pause_s)
                 continue
-            refused = [[refusal.item, refusal.reason] for refusal in ack.refused]
-            named = {"lease_id": lease_id, "group_id": group_id, "stored": ack.stored}
-            record("put_acked", **named, refused=refused, durability=ack.durability)
+            for batch, answer in zip(batches, ack.groups, strict=True):
+                refused = [[refusal.item, refusal.reason] for refusal in answer.refused]
+                named = {"lease_id": batch.lease_id, "group_id": batch.group_id}
+                record("put_acked", **named, stored=answer.stored, refused=refused, durability=ack.durability)
             failpoint("rollout.after_put")
-            stored = len(ack.stored)
-            metrics.EPISODES.inc(stored)
-            if ack.refused:
-                self._refused(lease_id, ack)
+            for batch, answer in zip(batches, ack.groups, strict=True):
+                stored[batch.lease_id] = len(answer.stored)
+                if answer.refused:
+                    self._refused(batch.lease_id, answer.refused)
+            metrics.EPISODES.inc(sum(stored.values()))
             break
-        self.queue.settled(batch, stored)
+        for batch in message:
+            self.queue.settled(batch, stored.get(batch.lease_id, 0))
         self._wake.set()
         self.on_progress()
 
-    def _refused(self, lease_id: str, ack: PutAck) -> None:
-        reasons = [refusal.reason.split(":")[0] for refusal in ack.refused]
+    def _refused(self, lease_id: str, refused: Sequence[Refusal]) -> None:
+        reasons = [refusal.reason.split(":")[0] for refusal in refused]
         for reason in reasons:
             metrics.REFUSED.labels(reason).inc()
-        first = ack.refused[0]
+        first = refused[0]
         log.info("episodes refused", n=len(reasons), item=first.item, reason=first.reason)
         if "invalid" in reasons:
             reason = f"the buffer refused {first.item}: {first.reason}"

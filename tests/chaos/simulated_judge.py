@@ -94,10 +94,11 @@ class Judge:
             self._end(stored, writes, gone, adopts=isinstance(command, OpenedWith))
 
     def _stores(self, stored: Stored, command: StoreEpisodes, writes: WriteSet, ack: PutAck) -> None:
-        for sample in writes.blobs.get(command.group_id, ()):
-            if command.lease_id not in stored.records.leases:
-                self.fails(f"{command.group_id}.{sample} is of a lease that is not live")
-            self.sampled[f"{command.group_id}.{sample}"] = self.units[command.lease_id, sample]
+        for put in command.groups:
+            for sample in writes.blobs.get(put.group_id, ()):
+                if put.lease_id not in stored.records.leases:
+                    self.fails(f"{put.group_id}.{sample} is of a lease that is not live")
+                self.sampled[f"{put.group_id}.{sample}"] = self.units[put.lease_id, sample]
 
     def _end(self, stored: Stored, writes: WriteSet, gone: Sequence[str], *, adopts: bool) -> None:
         before, after = stored.records.meta.counts, writes.meta.counts

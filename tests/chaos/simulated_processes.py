@@ -35,7 +35,7 @@ from areal_async.rpc.messages import (
     Waiting,
 )
 from areal_async.rpc.schema import Fault
-from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
+from replay_buffer.ledger.leasing import Arrival, GroupArrivals, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Versions
 
@@ -236,18 +236,19 @@ class Worker(Process):
             sampled = self.finished.pop(key)
             self.world.judge.produced(group.lease_id, key[1], sampled)
             arrivals.append(Arrival(key[1], 10, 4, 2, versions_of(sampled)))
-        command = StoreEpisodes(group.lease_id, group.group_id, tuple(arrivals))
+        command = StoreEpisodes((GroupArrivals(group.lease_id, group.group_id, tuple(arrivals)),))
         self.call(BUFFER, command, "acknowledged", group)
 
     def acknowledged(self, ack: PutAck, group: LeasedGroup) -> None:
-        self.world.judge.acknowledged(group.group_id, ack.stored)
+        (answer,) = ack.groups
+        self.world.judge.acknowledged(group.group_id, answer.stored)
         left = self.left.get(group.lease_id)
         if left is None:
             return
-        if ack.refused:
+        if answer.refused:
             self.lose(group.lease_id)
             return
-        self.left[group.lease_id] = left.difference(ack.stored)
+        self.left[group.lease_id] = left.difference(answer.stored)
         if not self.left[group.lease_id]:
             self.lose(group.lease_id)
 

@@ -6,6 +6,7 @@ of two to four kills begin. `python -m pytest tests/chaos/test_simulated.py -s` 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -148,10 +149,12 @@ def whoever_puts_holds_the_lease(patch):
     real = leasing.store_episodes
 
     def wrong(index, command, now_ms):
-        group = index.groups.get(command.group_id)
-        if group is not None and group.leases:
-            command = StoreEpisodes(group.leases[-1], command.group_id, command.arrivals)
-        return real(index, command, now_ms)
+        puts = []
+        for put in command.groups:
+            group = index.groups.get(put.group_id)
+            known = group is not None and group.leases
+            puts.append(replace(put, lease_id=group.leases[-1]) if known else put)
+        return real(index, StoreEpisodes(tuple(puts)), now_ms)
 
     patch.setitem(DECIDES, StoreEpisodes, wrong)
 

@@ -24,7 +24,7 @@ from areal_async.trajectory import (
     TrajectoryError,
     seen_by,
     training_rows,
-    unpack,
+    unpack_many,
     untrainable,
     with_routes,
 )
@@ -91,8 +91,7 @@ def rows_of_episodes(
     sources: list[tuple[EpisodeBytes, int]] = []  # By row: its episode and its number there
     whole: list[Row] = []
     temperatures: list[Temperature] = []
-    for item in items:
-        episode = read_episode(item.blob, item.entry, policy)
+    for item, episode in zip(items, read_episodes(items, policy), strict=True):
         if mixture is not None:
             episode = routed(episode, item.routes, mixture)
         episodes[item.index] = episode
@@ -148,20 +147,25 @@ def cut_off(segments: Segments) -> bool:
     return bool(len(flagged) and segments.flags[flagged[-1]] & SegmentFlag.TRUNCATED)
 
 
-def read_episode(blob: Any, entry: BatchEpisode, policy: str) -> Episode:
-    """Return the episode of a blob. Raises `BatchError` if it does not match the manifest, and
-    `UntrainableEpisode` if its units were not sampled from the trained policy's distribution."""
-    try:
-        episode = seen_by(unpack(blob), policy)
-    except TrajectoryError as error:
-        raise BatchError(f"episode {entry.episode_id} cannot be read: {error}") from error
+def read_episodes(items: Sequence[EpisodeBytes], policy: str) -> list[Episode]:
+    """Return the episodes as the trainer of `policy` sees them. Raises `BatchError` if one does not match its
+    entry in the manifest, and `UntrainableEpisode` if its units were not sampled from the trained policy's
+    distribution."""
+    found = unpack_many([item.blob for item in items])
+    return [_matching(each, item.entry, policy) for item, each in zip(items, found, strict=True)]
+
+
+def _matching(found: Episode | TrajectoryError, entry: BatchEpisode, policy: str) -> Episode:
+    if isinstance(found, TrajectoryError):
+        raise BatchError(f"episode {entry.episode_id} cannot be read: {found}") from found
+    episode = seen_by(found, policy)
     held = episode.versions.get(policy, NO_VERSIONS)
-    found = (episode.episode_id, episode.n_units, episode.n_sampled, held.oldest, held.newest)
+    holds = (episode.episode_id, episode.n_units, episode.n_sampled, held.oldest, held.newest)
     named = (entry.episode_id, entry.n_units, entry.n_sampled, entry.min_version, entry.max_version)
-    if found != named:
+    if holds != named:
         raise BatchError(
             f"the batch names episode, units, sampled units and versions {named}, but the bytes fetched hold "
-            f"{found}"
+            f"{holds}"
         )
     if why := untrainable(episode):
         raise UntrainableEpisode(

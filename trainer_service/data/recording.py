@@ -17,7 +17,7 @@ import msgspec
 
 from areal_async.base.own_files import write_whole
 from areal_async.rpc.messages import Batch
-from trainer_service.data.episode_rows import read_episode
+from trainer_service.data.episode_rows import EpisodeBytes, read_episodes
 from trainer_service.durable_files import WithSchema, room_for
 from trainer_service.errors import BatchError
 
@@ -94,12 +94,12 @@ class Recording:
     def read(self, step: int) -> RecordedStep:
         """Return a verified step. Raises `BatchError`."""
         found = read_step(self._root, step)
-        for group in found.batch.groups:
-            for entry in group.episodes:
-                try:
-                    read_episode(found.blobs[entry.episode_id], entry, found.batch.policy)
-                except BatchError as error:
-                    raise BatchError(f"the recording of step {step} is damaged: {error}") from error
+        entries = [entry for group in found.batch.groups for entry in group.episodes]
+        items = [EpisodeBytes(found.blobs[entry.episode_id], entry, n) for n, entry in enumerate(entries)]
+        try:
+            read_episodes(items, found.batch.policy)
+        except BatchError as error:
+            raise BatchError(f"the recording of step {step} is damaged: {error}") from error
         return found
 
 

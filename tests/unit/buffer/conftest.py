@@ -40,16 +40,17 @@ from areal_async.rpc.messages import (
     PutAck,
     PutVerdicts,
     Release,
+    StoredGroup,
     VerdictAck,
     Waiting,
 )
 from areal_async.rpc.schema import Message, Ok
 from areal_async.service.context import ServiceContext
 from areal_async.trajectory import Call, EpisodeBuilder, Sampling, pack
-from replay_buffer.coordinator import Coordinator
+from replay_buffer.coordinator import Coordinator, GroupBytes
 from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
 from replay_buffer.ledger.index import Index, LedgerRecords
-from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
+from replay_buffer.ledger.leasing import Arrival, GroupArrivals, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import EpisodeState, GroupState, LedgerMeta, Versions
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
@@ -159,16 +160,17 @@ class Driver:
         epoch: int | None = None,
         size_bytes: int = 100,
         rows: bytes = b"",
-    ) -> PutAck:
+    ) -> StoredGroup:
         version = self.v_train if version is None else version
         epoch = self.epoch if epoch is None else epoch
         versions = Versions(version, version if newest is None else newest, epoch, rows)
         by_policy = {} if version < 0 else {"policy": versions}
         samples = lease.missing if samples is None else samples
         arrivals = tuple(Arrival(sample, size_bytes, 8, 4, by_policy) for sample in samples)
-        reply = self.send(StoreEpisodes(lease.lease_id, lease.group_id, arrivals))
+        reply = self.send(StoreEpisodes((GroupArrivals(lease.lease_id, lease.group_id, arrivals),)))
         assert isinstance(reply, PutAck)
-        return reply
+        (answer,) = reply.groups
+        return answer
 
     def generated(self, groups: int = 1) -> list[LeasedGroup]:
         """Groups leased and stored whole, as many as there is room for."""
@@ -295,7 +297,7 @@ def ids(batch: Batch) -> list[str]:
     return [group.group_id for group in batch.groups]
 
 
-def reasons(ack: PutAck | VerdictAck) -> list[str]:
+def reasons(ack: StoredGroup | VerdictAck) -> list[str]:
     """Why each item was refused, in a word."""
     return [refusal.reason.split(":")[0] for refusal in ack.refused]
 
@@ -366,7 +368,8 @@ async def store(front: Coordinator, group: Any, blobs: Sequence[Any], samples: A
     version, samples = tag.get("version", 0), range(len(blobs)) if samples is None else samples
     versions = {"policy": Versions(version, version, tag.get("epoch", 1))}
     arrivals = tuple(Arrival(i, len(b), 8, 4, versions) for i, b in zip(samples, blobs, strict=True))
-    return (await front.store(StoreEpisodes(group.lease_id, group.group_id, arrivals), blobs)).reply
+    command = StoreEpisodes((GroupArrivals(group.lease_id, group.group_id, arrivals),))
+    return (await front.store(command, [GroupBytes(blobs)])).reply.groups[0]  # type: ignore[attr-defined]
 
 
 async def judge(front: Coordinator, verdict: Verdict | None = None) -> None:

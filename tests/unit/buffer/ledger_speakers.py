@@ -28,7 +28,7 @@ from areal_async.rpc.messages import (
     Waiting,
 )
 from areal_async.rpc.schema import Fault, Ok
-from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
+from replay_buffer.ledger.leasing import Arrival, GroupArrivals, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import EpisodeState, GroupState
 from replay_buffer.ledger.rules import ConsumerRules, VerdictPolicy
@@ -360,7 +360,8 @@ class Speakers(Promises):
         held = set(self.model.held.blobs.get(lease.group_id, ()))
         masked = set(range(N)).difference(self.model.samples_of(lease.group_id))
         live = lease.lease_id in self.ledger.index.leases
-        ack = self.send(StoreEpisodes(lease.lease_id, lease.group_id, arrivals))
+        command = StoreEpisodes((GroupArrivals(lease.lease_id, lease.group_id, arrivals),))
+        (ack,) = self.send(command).groups
         for sample in ack.stored:
             if sample in masked:
                 continue

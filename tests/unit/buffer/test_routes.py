@@ -14,11 +14,13 @@ from areal_async.rpc.messages import (
     Checkpointed,
     Commit,
     Fetch,
+    GroupSamples,
     NextBatch,
     PutEpisodes,
     Stats,
 )
-from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
+from replay_buffer.coordinator import GroupBytes
+from replay_buffer.ledger.leasing import Arrival, GroupArrivals, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules
@@ -62,8 +64,9 @@ async def put(front: Any, group: Any, routes: Any, samples: Any = (0, 1), *, ver
     arrivals = tuple(
         Arrival(sample, 10, 8, 4, {"policy": Versions(version, version, 1)}) for sample in samples
     )
-    command = StoreEpisodes(group.lease_id, group.group_id, arrivals)
-    return (await front.store(command, [b"episode..."] * len(arrivals), samples, routes)).reply
+    command = StoreEpisodes((GroupArrivals(group.lease_id, group.group_id, arrivals),))
+    given = GroupBytes([b"episode..."] * len(arrivals), samples, routes)
+    return (await front.store(command, [given])).reply.groups[0]
 
 
 async def test_routes_lie_in_files_until_their_group_is_committed(
@@ -144,14 +147,14 @@ async def test_routes_over_the_wire(context: Any, blob: Any, job_name: str, redi
         tag, groups = await opened_over_wire(client, 2)
         for group in groups:
             blobs = [blob(job_name, group.group_id, sample) for sample in (0, 1)]
-            request = PutEpisodes(group.lease_id, group.group_id, [0, 1], [1])
+            request = PutEpisodes([GroupSamples(group.lease_id, group.group_id, [0, 1], [1])])
             with pytest.raises(FaultError, match="2 samples, 1 with routes, came with 2 attachments"):
                 await client.call(request, attachments=blobs)
-            twice = PutEpisodes(group.lease_id, group.group_id, [0, 1], [1, 1])
+            twice = PutEpisodes([GroupSamples(group.lease_id, group.group_id, [0, 1], [1, 1])])
             with pytest.raises(FaultError, match="2 with routes"):
                 await client.call(twice, attachments=[*blobs, routes_of(1), routes_of(1)])
             ack = await client.call(request, attachments=[*blobs, routes_of(1)])
-            assert ack.stored == [0, 1]
+            assert ack.groups[0].stored == [0, 1]
         stats = await client.call(Stats())
         assert stats.payload_bytes == 2 * (sum(map(len, blobs)) + len(routes_of(1)))
         assert MARK not in in_redis(redis, job_name)

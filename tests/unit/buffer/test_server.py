@@ -23,6 +23,7 @@ from areal_async.rpc.messages import (
     EpisodeVerdict,
     ExportLedger,
     Fetch,
+    GroupSamples,
     Heartbeat,
     Lease,
     NextBatch,
@@ -207,7 +208,7 @@ async def test_a_message_that_makes_no_sense_is_invalid(context, job_name):
     async with serving(ctx) as client:
         raw = Client(ctx.buffer.endpoint, job=job_name, role="test", name="raw", access=ctx.keys)
         async with raw:
-            for message in (PutEpisodes("l", "g", [0, 1]), WaitSnapshot("r", "serve")):
+            for message in (PutEpisodes([GroupSamples("l", "g", [0, 1])]), WaitSnapshot("r", "serve")):
                 with pytest.raises(FaultError) as caught:
                     await raw.call(message, timeout_s=60, attachments=[b"x"])
                 assert caught.value.kind == "invalid"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
+from replay_buffer.ledger.leasing import Arrival, GroupArrivals, StoreEpisodes
 from replay_buffer.ledger.records import Versions
 from tests.unit.buffer.conftest import reasons
 
@@ -23,7 +23,8 @@ def test_what_is_no_episode_is_refused_and_the_rest_stored(drive):
     good = Arrival(0, 100, 8, 4, {"policy": Versions(0, 0, 1)})
     bad = Arrival(1, problem="the checksum does not match")
     beyond = Arrival(7, 100, 8, 4, {"policy": Versions(0, 0, 1)})
-    ack = ledger.send(StoreEpisodes(group.lease_id, group.group_id, (good, bad, beyond)))
+    put = GroupArrivals(group.lease_id, group.group_id, (good, bad, beyond))
+    (ack,) = ledger.send(StoreEpisodes((put,))).groups
     assert ack.stored == [0]
     assert [refusal.item for refusal in ack.refused] == [f"{group.group_id}.1", f"{group.group_id}.7"]
     assert "checksum" in ack.refused[0].reason

@@ -9,7 +9,7 @@ from areal_async.base.verdicts import Score
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.messages import Claim, Commit, EpisodeVerdict, Lease, NextBatch, PutVerdicts
 from areal_async.rpc.schema import Ok
-from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
+from replay_buffer.ledger.leasing import Arrival, GroupArrivals, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Streak, Versions
 from replay_buffer.ledger.rules import ConsumerRules
@@ -43,7 +43,8 @@ def put(ledger, group, **versions):
     """Every sample, with units of both policies."""
     held = {policy: Versions(versions.get(policy, 0), versions.get(policy, 0), 1) for policy in POLICIES}
     arrivals = tuple(Arrival(sample, 10, 4, 2, held) for sample in group.missing)
-    return ledger.send(StoreEpisodes(group.lease_id, group.group_id, arrivals))
+    command = StoreEpisodes((GroupArrivals(group.lease_id, group.group_id, arrivals),))
+    return ledger.send(command).groups[0]
 
 
 def score(ledger):

@@ -104,6 +104,31 @@ def test_a_reward_that_had_nothing_to_do_does_not_make_up_for_it():
     assert sum(reward is away for reward in turns(queue, 20)) in (10, 11)
 
 
+def taken(queue, reward, *, calls=100, workers=1):
+    push(queue, *[reward] * calls)
+    invocation = queue.take(1, workers)
+    queue.drain()
+    return len(invocation.calls)
+
+
+def test_calls_of_a_quick_reward_share_an_invocation_and_those_of_others_do_not():
+    queue, (reward,) = queue_of(1)
+    assert taken(queue, reward) == 1, "its first call has not told yet how long one takes"
+    reward.latency.note(0.0001)
+    assert taken(queue, reward) == 50
+    assert taken(queue, reward, workers=20) == 5, "every free worker has a part"
+    assert taken(queue, reward, calls=3) == 3
+    for _ in range(200):
+        reward.latency.note(0.02)
+    assert taken(queue, reward) == 1
+
+
+def test_a_reward_that_judges_a_group_at_a_time_has_one_in_an_invocation():
+    reward = PooledReward(0, RewardSpec("exact_match", scope="group"))
+    reward.latency.note(0.0001)
+    assert taken(FairQueue({0: reward}), reward) == 1
+
+
 @given(st.lists(st.binary(max_size=50), max_size=8), st.lists(st.integers(0, 400), max_size=8))
 @settings(derandomize=True)
 def test_frames_survive_any_cutting_of_the_stream(payloads, cuts):

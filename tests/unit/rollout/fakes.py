@@ -12,7 +12,7 @@ import numpy as np
 from areal_async.base.records import Task
 from areal_async.base.versions import VersionTag
 from areal_async.config.job import JobConfig
-from areal_async.rpc.messages import HeartbeatAck, LeasedGroup, Leases, PutAck
+from areal_async.rpc.messages import GroupSamples, HeartbeatAck, LeasedGroup, Leases, PutAck, StoredGroup
 from areal_async.rpc.weights_messages import SnapshotNotice
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
 from rollout_service.process import sampling_of
@@ -110,7 +110,7 @@ class FakeBuffer(FakeCaller):
         self.failed: set[str] = set()
         """Of those released, what failed by what its episodes do."""
         self.changed = asyncio.Condition()
-        self.on_put: Callable[[str, str, Any], Coroutine[Any, Any, PutAck | None]] | None = None
+        self.on_put: Callable[[str, str, Any], Coroutine[Any, Any, StoredGroup | None]] | None = None
         self.lost: set[str] = set()
         self.draining = False
 
@@ -145,13 +145,18 @@ class FakeBuffer(FakeCaller):
             self.failed.add(lease_id)
         await self.tell()
 
-    async def put_episodes(self, lease_id: str, group_id: str, episodes: Any) -> PutAck:
+    async def put_episodes(self, puts: list[tuple[GroupSamples, Any, Any]]) -> PutAck:
+        return PutAck(
+            [await self._store(put.lease_id, put.group_id, given) for put, given, _ in puts], "memory"
+        )
+
+    async def _store(self, lease_id: str, group_id: str, episodes: Any) -> StoredGroup:
         if self.on_put is not None and (answer := await self.on_put(lease_id, group_id, episodes)):
             return answer
         self.puts.append((lease_id, list(episodes)))
         self.stored.setdefault(group_id, {}).update({s: bytes(b) for s, b in episodes.items()})
         await self.tell()
-        return PutAck(list(episodes), "memory")
+        return StoredGroup(list(episodes))
 
     async def add(self, *groups: LeasedGroup) -> None:
         self.groups += groups

@@ -18,16 +18,31 @@ def queue_of(*leases: str, **limits: int) -> UploadQueue:
 def test_episodes_that_finish_during_a_message_travel_together_in_the_next() -> None:
     box = queue_of("L")
     box.add("L", 0, b"a")
-    first = box.take()
-    assert first is not None
+    (first,) = box.take()
     box.add("L", 1, b"b")
     box.add("L", 2, b"c")
-    assert box.take() is None
+    assert box.take() == []
     box.settled(first)
-    batch = box.take()
-    assert batch is not None
+    (batch,) = box.take()
     assert batch.episodes == {1: b"b", 2: b"c"}
-    assert box.take() is None
+    assert box.take() == []
+
+
+def test_short_episodes_of_several_groups_share_a_message() -> None:
+    box = queue_of("L", "M", "N", max_episodes=5)
+    for lease_id in ("L", "M", "N"):
+        for sample in range(2):
+            box.add(lease_id, sample, b"x")
+    first, second = box.take(), box.take()
+    assert [(batch.lease_id, sorted(batch.episodes)) for batch in first] == [
+        ("L", [0, 1]),
+        ("M", [0, 1]),
+        ("N", [0]),
+    ]
+    assert second == [], "a lease has one message in flight"
+    for batch in first:
+        box.settled(batch, len(batch.episodes))
+    assert [(batch.lease_id, sorted(batch.episodes)) for batch in box.take()] == [("N", [1])]
 
 
 def test_a_complete_lease_travels_at_once_in_one_message() -> None:
@@ -35,8 +50,7 @@ def test_a_complete_lease_travels_at_once_in_one_message() -> None:
     for sample in range(5):
         box.add("L", sample, b"x")
     box.complete("L")
-    batch = box.take()
-    assert batch is not None
+    (batch,) = box.take()
     assert sorted(batch.episodes) == [0, 1, 2, 3, 4]
     assert box.pop_ended() == {}, "it is on its way"
     box.settled(batch)
@@ -49,7 +63,8 @@ def test_messages_stay_within_their_limits() -> None:
     for sample, size in enumerate([4, 4, 4, 50, 1, 1, 1, 1]):
         box.add("L", sample, b"z" * size)
     sizes = []
-    while batch := box.take():
+    while message := box.take():
+        (batch,) = message
         sizes.append([len(b) for b in batch.episodes.values()])
         box.settled(batch)
     assert sizes == [[4, 4], [4], [50], [1, 1, 1], [1]]
@@ -71,10 +86,11 @@ def test_every_episode_travels_exactly_once_unless_its_lease_is_dropped(events: 
         if kind == "a" and lease in box.leases:
             sample = added[lease] = added.get(lease, -1) + 1
             box.add(lease, sample, b"x")
-        elif kind == "t" and (batch := box.take()):
-            assert all(other.lease_id != batch.lease_id for other in under_way)
-            under_way.append(batch)
-            sent += [(batch.lease_id, sample) for sample in batch.episodes]
+        elif kind == "t":
+            for batch in box.take():
+                assert all(other.lease_id != batch.lease_id for other in under_way)
+                under_way.append(batch)
+                sent += [(batch.lease_id, sample) for sample in batch.episodes]
         elif kind == "s":
             while under_way:
                 box.settled(under_way.pop())
@@ -96,7 +112,8 @@ def test_routes_travel_with_their_episodes_and_count_in_a_message() -> None:
         box.add("L", sample, b"e", routes)
     box.complete("L")
     taken = []
-    while batch := box.take():
+    while message := box.take():
+        (batch,) = message
         taken.append((batch.episodes, batch.routes))
         box.settled(batch, len(batch.episodes))
     assert taken == [({0: b"e"}, {0: b"r" * 9}), ({1: b"e", 2: b"e"}, {2: b"s" * 3})]

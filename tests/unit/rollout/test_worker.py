@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from areal_async.base.errors import FaultError, InfrastructureFault, RpcTimeout
 from areal_async.base.records import Task
 from areal_async.base.versions import VersionTag
-from areal_async.rpc.messages import PutAck, Refusal
+from areal_async.rpc.messages import Refusal, StoredGroup
 from areal_async.trajectory import unpack
 from rollout_service.engines.base import (
     EngineError,
@@ -136,8 +136,8 @@ async def test_a_group_leased_again_begins_while_the_lost_lease_is_still_ending(
 
 
 async def test_a_cancelled_episode_gives_its_capacity_back_even_before_it_began() -> None:
-    async def lost(lease: str, group_id: str, episodes: Any) -> PutAck:
-        return PutAck([], "memory", [Refusal(f"{group_id}.{n}", "lease_lost") for n in episodes])
+    async def lost(lease: str, group_id: str, episodes: Any) -> StoredGroup:
+        return StoredGroup([], [Refusal(f"{group_id}.{n}", "lease_lost") for n in episodes])
 
     async with working() as (worker, buffer, _engine):
         buffer.on_put = lost
@@ -151,10 +151,10 @@ async def test_a_cancelled_episode_gives_its_capacity_back_even_before_it_began(
 async def test_what_is_refused_for_the_group_ends_the_group(reason: str) -> None:
     async with working() as (worker, buffer, engine):
 
-        async def refuse(lease: str, group_id: str, episodes: Any) -> PutAck | None:
+        async def refuse(lease: str, group_id: str, episodes: Any) -> StoredGroup | None:
             if lease != "L0":
                 return None
-            return PutAck([], "memory", [Refusal(f"{group_id}.{n}", reason) for n in episodes])
+            return StoredGroup([], [Refusal(f"{group_id}.{n}", reason) for n in episodes])
 
         engine.hold("t0#0.3")
         buffer.on_put = refuse
@@ -169,9 +169,9 @@ async def test_what_is_refused_for_the_group_ends_the_group(reason: str) -> None
 async def test_an_episode_the_buffer_finds_invalid_hands_the_lease_back() -> None:
     async with working() as (_worker, buffer, _engine):
 
-        async def refuse(lease: str, group_id: str, episodes: Any) -> PutAck:
+        async def refuse(lease: str, group_id: str, episodes: Any) -> StoredGroup:
             stored = [n for n in episodes if n != 2]
-            return PutAck(stored, "memory", [Refusal(f"{group_id}.2", "invalid: because")])
+            return StoredGroup(stored, [Refusal(f"{group_id}.2", "invalid: because")])
 
         buffer.on_put = refuse
         await buffer.add(group(0))

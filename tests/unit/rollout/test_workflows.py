@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from areal_async.base.records import Task
 from areal_async.config.registry import WORKFLOWS
 from areal_async.models.prompts import prompt_ids, prompt_text, text_ids
-from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, training_rows
+from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, training_rows
 from replay_buffer.server import read_arrival
 from rollout_service.engines.base import RequestError
 from rollout_service.workflows import (
@@ -190,11 +190,11 @@ async def test_what_is_sampled_otherwise_than_trained_is_context_or_refused(endl
         return ctx.builder.build()
 
     for train in (None, True):
-        problem = read_arrival("job", "t#0", 0, memoryview(pack(await episode(train)))).problem
+        problem = read_arrival("job", "t#0", 0, await episode(train), 1).problem
         assert problem.startswith("segment 3 of episode t#0.0 was sampled ")
         assert "ctx.generate(…, train=False)" in problem
     kept = await episode(False)
-    assert read_arrival("job", "t#0", 0, memoryview(pack(kept))).problem == ""
+    assert read_arrival("job", "t#0", 0, kept, 1).problem == ""
     assert kept.n_sampled == 6
     (row,) = training_rows(kept)
     assert np.repeat(row.path, row.lengths)[row.mask == 1].tolist() == [1] * 6

@@ -5,7 +5,7 @@ from collections import Counter
 
 from areal_async.rpc.client import Client
 from areal_async.rpc.lanes import Lane, Lanes
-from areal_async.rpc.messages import Claim, Claims, PutAck, PutEpisodes
+from areal_async.rpc.messages import Claim, Claims, GroupSamples, PutAck, PutEpisodes, StoredGroup
 from areal_async.rpc.schema import Message
 from areal_async.rpc.server import Answer, Peer
 from tests.unit.rpc.peers import client_of, serving
@@ -77,7 +77,7 @@ class Putting:
             return Claims([])
         self.begun.release()
         await self.go.wait()
-        return PutAck([0], "memory")
+        return PutAck([StoredGroup([0])], "memory")
 
 
 def lane_of(request: Message) -> str:
@@ -85,7 +85,7 @@ def lane_of(request: Message) -> str:
 
 
 def put(client: Client) -> asyncio.Task[PutAck]:
-    request = PutEpisodes("l", "g", [0])
+    request = PutEpisodes([GroupSamples("l", "g", [0])])
     return asyncio.create_task(client.call(request, attachments=[b"x"], timeout_s=10.0))
 
 
