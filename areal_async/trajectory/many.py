@@ -53,7 +53,7 @@ SHORT_BYTES = 16 << 10
 """Size up to which the bytes of an episode are copied to be read together with others."""
 
 
-class Opened(NamedTuple):
+class OpenBlob(NamedTuple):
     """An episode whose head is read. `spans` has (offset, size) of each frame in `view`."""
 
     view: memoryview
@@ -69,7 +69,7 @@ def unpack_many(
     The arrays of short episodes are views of joined columns, and those of other episodes are views of their
     blobs."""
     found: list[Episode | TrajectoryError | None] = [None] * len(blobs)
-    alike: dict[int, list[tuple[int, Opened]]] = {}
+    alike: dict[int, list[tuple[int, OpenBlob]]] = {}
     for index, blob in enumerate(blobs):
         if len(blob) <= SHORT_BYTES and (each := _open(blob, limits)) is not None:
             alike.setdefault(each.head.segments, []).append((index, each))
@@ -98,7 +98,7 @@ def _alone(blob: Buffer, limits: EpisodeLimits) -> Episode | TrajectoryError:
         return error
 
 
-def _open(blob: Buffer, limits: EpisodeLimits) -> Opened | None:
+def _open(blob: Buffer, limits: EpisodeLimits) -> OpenBlob | None:
     """Return an episode without optional columns and attachments whose header is valid, else None."""
     try:
         view, spans = opened(blob, limits)
@@ -107,10 +107,10 @@ def _open(blob: Buffer, limits: EpisodeLimits) -> Opened | None:
     except TrajectoryError:
         return None
     plain = head.segments > 0 and head.units > 0 and len(spans) == CORE_FRAMES and not head.header.media
-    return Opened(view, spans, head) if plain else None
+    return OpenBlob(view, spans, head) if plain else None
 
 
-def _read(n_segments: int, members: Sequence[Opened]) -> list[Episode]:
+def _read(n_segments: int, members: Sequence[OpenBlob]) -> list[Episode]:
     """Return the episodes of members with equally many segments, or nothing if one of them is not valid."""
     n, width = len(members), len(TABLE_COLUMNS)
     frames = zip(

@@ -17,6 +17,44 @@ def test_the_bytes_to_keep_are_named_by_attachment_and_a_sample_that_comes_twice
     assert ledger.index.payload_bytes == 200
 
 
+def test_the_groups_of_a_put_are_stored_by_one_write_and_a_lost_lease_costs_only_its_own(drive):
+    ledger = drive(group_size=2)
+    first, lost, last = ledger.lease(3)
+    good = {"policy": Versions(0, 0, 1)}
+    arrivals = tuple(Arrival(sample, 100, 8, 4, good) for sample in (0, 1))
+    puts = [
+        GroupArrivals(first.lease_id, first.group_id, arrivals),
+        GroupArrivals("L-of-another", lost.group_id, arrivals),
+        GroupArrivals(last.lease_id, last.group_id, arrivals[:1]),
+    ]
+    before = len(ledger.decisions)
+    answers = ledger.send(StoreEpisodes(tuple(puts))).groups
+    assert [answer.stored for answer in answers] == [[0, 1], [], [0]]
+    assert reasons(answers[1]) == ["lease_lost", "lease_lost"]
+    assert len(ledger.decisions) == before + 1
+    blobs = ledger.decisions[-1].writes.blobs
+    assert blobs == {first.group_id: {0: 0, 1: 1}, last.group_id: {0: 4}}
+    assert ledger.index.groups[lost.group_id].missing == [0, 1]
+
+
+def test_a_group_that_is_too_old_ends_alone(drive):
+    ledger = drive(group_size=1, batch_groups=1, max_staleness=1)
+    (old,) = ledger.lease()
+    while ledger.v_train < 2:
+        ledger.scored(version=ledger.v_train)
+        ledger.decide_batch_without(old)
+        ledger.commit()
+    (new,) = ledger.lease()
+    puts = [
+        GroupArrivals(group.lease_id, group.group_id, (Arrival(0, 100, 8, 4, {"policy": held}),))
+        for group, held in ((old, Versions(0, 0, 1)), (new, Versions(2, 2, 1)))
+    ]
+    answers = ledger.send(StoreEpisodes(tuple(puts))).groups
+    assert (reasons(answers[0]), answers[1].stored) == (["stale"], [0])
+    assert old.group_id not in ledger.index.groups
+    assert ledger.decisions[-1].writes.blobs == {new.group_id: {0: 1}}
+
+
 def test_what_is_no_episode_is_refused_and_the_rest_stored(drive):
     ledger = drive(group_size=2)
     (group,) = ledger.lease()
