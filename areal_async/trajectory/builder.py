@@ -96,6 +96,18 @@ class EpisodeBuilder:
         self._routes: dict[int, Routes] = {}
         self._began: dict[int, tuple[int, int]] = {}
 
+    def of_sample(self, sample: int) -> EpisodeBuilder:
+        """Return a builder for another sample of the group, with everything added so far. The builders share
+        nothing that either of them changes."""
+        twin = EpisodeBuilder.__new__(EpisodeBuilder)
+        own = {name: value.copy() for name, value in vars(self).items() if isinstance(value, list | dict)}
+        twin.__dict__ |= vars(self) | own
+        twin._identity = (*self._identity[:3], sample, self._identity[4])
+        twin._segments = [row.copy() for row in self._segments]
+        twin._columns = {name: spans.copy() for name, spans in self._columns.items()}
+        twin._routes = {segment: held.copy() for segment, held in self._routes.items()}
+        return twin
+
     @property
     def policies(self) -> tuple[str, ...]:
         """Names of the policies, in the order of their numbers."""

@@ -30,7 +30,7 @@ from reward_service.sdk import RewardLoadError
 
 log = get_logger("pool")
 SPAN_S = 0.02
-"""Seconds of calls that go to the thread together. A round trip to the thread costs more than a short call."""
+"""Seconds of calls that go to the thread together, because a round trip costs more than a short call."""
 
 T = TypeVar("T")
 Work = tuple[Callable[[], Any], Future[Any]]

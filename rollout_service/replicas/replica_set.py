@@ -28,10 +28,11 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 
 from msgspec.structs import asdict
 
-from areal_async.base.errors import SnapshotError, WireError
+from areal_async.base.errors import ArealError, SnapshotError, WireError
 from areal_async.base.events import record
 from areal_async.base.log import get_logger
 from areal_async.base.processes import NO_RESTARTS, RestartPolicy, Restarts
@@ -192,6 +193,18 @@ class EngineReplica:
                 self._count_death(error)
 
 
+def _pass_on(call: asyncio.Future[GenerateResult], ended: asyncio.Future[GenerateResult]) -> None:
+    """Give the outcome of one future to another, unless that is done."""
+    if call.done():
+        return
+    if ended.cancelled():
+        call.cancel()
+    elif (error := ended.exception()) is not None:
+        call.set_exception(error)
+    else:
+        call.set_result(ended.result())
+
+
 # --- the set -----------------------------------------------------------------------------------------
 
 
@@ -268,6 +281,49 @@ class ReplicaSet:
             if not limit.expired():
                 raise
             raise DeadlinePassed(f"request {request.request_id} was not done by its deadline") from None
+
+    def begin(self, request: GenerateRequest) -> asyncio.Future[GenerateResult]:
+        """Begin a request as `generate` does, if possible without a task. Cancelling the future aborts the
+        request. The caller keeps the request's deadline, by setting an error."""
+        free = not (self._waiting or self._stopping or self._failed is not None)
+        replica = self._admit(request) if free else None
+        begin = getattr(replica.engine, "begin", None) if replica is not None else None
+        if replica is None or begin is None:
+            if replica is not None:
+                replica.given = max(0, replica.given - 1)
+            return asyncio.ensure_future(self.generate(request))
+        call: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
+        engine = replica.engine
+        try:
+            inner: asyncio.Future[GenerateResult] = begin(request)
+        except ArealError as error:
+            self._given_back(replica, engine)
+            call.set_exception(error)
+            return call
+
+        def ended(inner: asyncio.Future[GenerateResult]) -> None:
+            error = None if inner.cancelled() else inner.exception()
+            lost = isinstance(error, EngineError) and self._was_lost(replica, engine, error)
+            self._given_back(replica, engine)
+            if call.done():
+                return
+            if lost:
+                metrics.RERUN.inc()
+                again = asyncio.ensure_future(self.generate(request))
+                again.add_done_callback(partial(_pass_on, call))
+                call.add_done_callback(lambda _: again.cancel())
+            else:
+                _pass_on(call, inner)
+
+        inner.add_done_callback(ended)
+        call.add_done_callback(lambda _: inner.cancel())
+        return call
+
+    def _given_back(self, replica: EngineReplica, engine: Engine) -> None:
+        """Record that a replica has one request less."""
+        if replica.engine is engine:  # a new engine has no requests yet
+            replica.given = max(0, replica.given - 1)
+        self._admit_waiting()
 
     def stats(self) -> EngineStats:
         each = [replica.engine.stats() for replica in self.replicas if replica.serves]
@@ -415,9 +471,7 @@ class ReplicaSet:
                     raise EngineError(f"the engine was lost when {streamed}: {error}") from error
                 metrics.RERUN.inc()
             finally:
-                if replica.engine is engine:  # a new engine has no requests yet
-                    replica.given = max(0, replica.given - 1)
-                self._admit_waiting()
+                self._given_back(replica, engine)
 
     async def _replica_for(self, request: GenerateRequest) -> EngineReplica:
         """Wait for a replica that can take the request, and return it. From then on, the request counts
@@ -440,17 +494,19 @@ class ReplicaSet:
 
     def _admit(self, request: GenerateRequest) -> EngineReplica | None:
         """Return the replica that takes a request now, or None if it must wait."""
-        serving = [replica for replica in self.replicas if replica.serves]
-        going_on = [replica for replica in serving if not replica.updating] or serving
-        if len(self.replicas) == 1:  # reading its load for each request would cost more than it helps
-            replica = next((replica for replica in going_on if replica.has_room), None)
+        if len(self.replicas) == 1:
+            replica = self.replicas[0]
+            if not (replica.serves and replica.has_room):
+                return None
         else:
+            serving = [replica for replica in self.replicas if replica.serves]
+            going_on = [replica for replica in serving if not replica.updating] or serving
             loads = [replica.load() for replica in going_on]
             index = choose(loads, self._affinity.find(request.session))
-            replica = None if index is None else self.replicas[index]
-        if replica is None:
-            return None
-        self._affinity.assign(request.session, replica.index)
+            if index is None:
+                return None
+            replica = self.replicas[index]
+            self._affinity.assign(request.session, replica.index)
         replica.given += 1
         return replica
 

@@ -23,7 +23,7 @@ import numpy as np
 from areal_async.base.errors import ArealError
 from areal_async.models.answers import opens_thought, spoken
 from areal_async.models.prompts import Tokenizer
-from areal_async.trajectory import Call, EpisodeBuilder, Sampling, SegmentKind
+from areal_async.trajectory import Call, Episode, EpisodeBuilder, Sampling, SegmentKind
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRequest, GenerateResult
 from rollout_service.workflows.tools import Tool, ToolAnswer, ToolReply, WorkflowResources, run_tool
@@ -165,6 +165,14 @@ class Context:
         return agent, spoken_for
 
     # --- generation ------------------------------------------------------------------------------------
+
+    def alike(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> AlikeSamples:
+        """Begin the episodes of a group whose samples each make one call, `generate(prompt, tools=tools)`."""
+        agent, policy = self.speaker(None, None)
+        where: Any = {"parent": None, "agent": agent, "policy": policy}
+        segment = self.observe(SegmentKind.PROMPT, prompt, tools=tools, **where)
+        self.builder.text(prompt=self._prompt_text(None if tools else prompt, segment))
+        return AlikeSamples(self, segment, agent, policy)
 
     async def generate(
         self,
@@ -497,3 +505,48 @@ class Context:
             path = self._paths[segment] = np.concatenate((path, *reversed(pieces)))
             path.setflags(write=False)
         return path
+
+
+@dataclass(frozen=True)
+class AlikeSamples:
+    """A group whose samples each make one call with the same prompt. The prompt is rendered once. Requests
+    and episodes equal those of `Context.generate`."""
+
+    first: Context
+    """Context of one of the samples, with the prompt."""
+    segment: int
+    agent: int
+    policy: str
+
+    def request(self, sample: int) -> GenerateRequest:
+        """Return the request of a sample."""
+        ctx = self.first
+        seed = call_seed(ctx.seed, sample, ctx.attempt, 0)
+        sampling = ctx.drawn(msgspec.structs.replace(ctx.engines[self.policy].sampling, seed=seed))
+        episode_id = f"{ctx.episode_id.rpartition('.')[0]}.{sample}"
+        return GenerateRequest(
+            f"{episode_id}/{ctx.lease_id}/0",
+            ctx._path(self.segment),
+            sampling,
+            session=episode_id,
+            priority=ctx.priority,
+            deadline_s=ctx.deadline_s,
+        )
+
+    def episode(self, sample: int, request: GenerateRequest, result: GenerateResult) -> Episode:
+        """Return the episode of a sample with this answer. Raises `EpisodeAborted` or `TrajectoryError`."""
+        if result.finish_reason == "abort":
+            raise EpisodeAborted(f"a request of episode {request.session} was aborted")
+        builder = self.first.builder.of_sample(sample)
+        call = Call(0, 0, request.sampling, result.finish_reason, result.logprobs_of)
+        builder.sampled(
+            result.token_ids,
+            result.logprobs,
+            result.versions,
+            parent=self.segment,
+            call=call,
+            epoch=result.epochs,
+            agent=self.agent,
+        )
+        builder.text(response=result.text)
+        return builder.build()
