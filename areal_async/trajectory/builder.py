@@ -35,6 +35,7 @@ from areal_async.trajectory.layout import (
     Segments,
     Units,
 )
+from areal_async.trajectory.one_call import PromptedGroup
 from areal_async.trajectory.routes import Routes, no_route
 
 Ints = Sequence[int] | NDArray[Any]
@@ -96,17 +97,14 @@ class EpisodeBuilder:
         self._routes: dict[int, Routes] = {}
         self._began: dict[int, tuple[int, int]] = {}
 
-    def of_sample(self, sample: int) -> EpisodeBuilder:
-        """Return a builder for another sample of the group, with everything added so far. The builders share
-        nothing that either of them changes."""
-        twin = EpisodeBuilder.__new__(EpisodeBuilder)
-        own = {name: value.copy() for name, value in vars(self).items() if isinstance(value, list | dict)}
-        twin.__dict__ |= vars(self) | own
-        twin._identity = (*self._identity[:3], sample, self._identity[4])
-        twin._segments = [row.copy() for row in self._segments]
-        twin._columns = {name: spans.copy() for name, spans in self._columns.items()}
-        twin._routes = {segment: held.copy() for segment, held in self._routes.items()}
-        return twin
+    def alike(self) -> PromptedGroup:
+        """Return the group of this builder's prompt, the only segment so far, whose samples are one answer to
+        it each."""
+        (prompt,) = self._units
+        job, task_id, group_id, _, attempt = self._identity
+        ids = np.frombuffer(prompt[0], I32)
+        speakers = self._policies, self._agents
+        return PromptedGroup(job, task_id, group_id, attempt, *speakers, self._prompt_text, ids)
 
     @property
     def policies(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ import numpy as np
 from areal_async.base.errors import ArealError
 from areal_async.models.answers import opens_thought, spoken
 from areal_async.models.prompts import Tokenizer
-from areal_async.trajectory import Call, Episode, EpisodeBuilder, Sampling, SegmentKind
+from areal_async.trajectory import Call, Episode, EpisodeBuilder, PromptedGroup, Sampling, SegmentKind
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRequest, GenerateResult
 from rollout_service.workflows.tools import Tool, ToolAnswer, ToolReply, WorkflowResources, run_tool
@@ -172,7 +172,9 @@ class Context:
         where: Any = {"parent": None, "agent": agent, "policy": policy}
         segment = self.observe(SegmentKind.PROMPT, prompt, tools=tools, **where)
         self.builder.text(prompt=self._prompt_text(None if tools else prompt, segment))
-        return AlikeSamples(self, segment, agent, policy)
+        voice = self.engines[policy].sampling
+        number = self.builder.policy_of(agent)
+        return AlikeSamples(self, self.builder.alike(), voice, self._path(segment), number)
 
     async def generate(
         self,
@@ -514,19 +516,21 @@ class AlikeSamples:
 
     first: Context
     """Context of one of the samples, with the prompt."""
-    segment: int
-    agent: int
-    policy: str
+    group: PromptedGroup
+    sampling: Sampling
+    ids: Ids
+    number: int
+    """Number of the policy."""
 
     def request(self, sample: int) -> GenerateRequest:
         """Return the request of a sample."""
         ctx = self.first
         seed = call_seed(ctx.seed, sample, ctx.attempt, 0)
-        sampling = ctx.drawn(msgspec.structs.replace(ctx.engines[self.policy].sampling, seed=seed))
-        episode_id = f"{ctx.episode_id.rpartition('.')[0]}.{sample}"
+        sampling = ctx.drawn(msgspec.structs.replace(self.sampling, seed=seed))
+        episode_id = f"{self.group.group_id}.{sample}"
         return GenerateRequest(
             f"{episode_id}/{ctx.lease_id}/0",
-            ctx._path(self.segment),
+            self.ids,
             sampling,
             session=episode_id,
             priority=ctx.priority,
@@ -537,16 +541,6 @@ class AlikeSamples:
         """Return the episode of a sample with this answer. Raises `EpisodeAborted` or `TrajectoryError`."""
         if result.finish_reason == "abort":
             raise EpisodeAborted(f"a request of episode {request.session} was aborted")
-        builder = self.first.builder.of_sample(sample)
-        call = Call(0, 0, request.sampling, result.finish_reason, result.logprobs_of)
-        builder.sampled(
-            result.token_ids,
-            result.logprobs,
-            result.versions,
-            parent=self.segment,
-            call=call,
-            epoch=result.epochs,
-            agent=self.agent,
-        )
-        builder.text(response=result.text)
-        return builder.build()
+        call = Call(1, self.number, request.sampling, result.finish_reason, result.logprobs_of)
+        columns = result.token_ids, result.logprobs, result.versions, result.epochs
+        return self.group.episode(sample, call, result.text, *columns)
