@@ -28,10 +28,8 @@ from areal_async.trajectory.layout import (
 )
 
 _TABLE = struct.Struct(f"={2 * len(TABLE_COLUMNS)}i")
-_NO_REWARDS = np.full(2, np.nan, F32)
-_NO_ANCHORS = np.full(2, NO_ANCHOR, I64)
-for _shared in (_NO_REWARDS, _NO_ANCHORS):
-    _shared.setflags(write=False)
+_NO_REWARDS = np.frombuffer(np.full(2, np.nan, F32).tobytes(), F32)
+_NO_ANCHORS = np.frombuffer(np.full(2, NO_ANCHOR, I64).tobytes(), I64)
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,5 @@ class PromptedGroup:
 
 def _runs(first: int, epochs: list[int]) -> list[tuple[int, int]]:
     """Return the runs of equal epochs, as (unit, epoch)."""
-    if epochs and epochs.count(epochs[0]) == len(epochs):  # the usual case
-        return [(first, epochs[0])]
     starts = [i for i, epoch in enumerate(epochs) if not i or epoch != epochs[i - 1]]
     return [(first + i, epochs[i]) for i in starts]
