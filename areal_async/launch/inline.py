@@ -60,6 +60,9 @@ MAINS: Mapping[Role, str] = {
 }
 LONG_S = 7 * 24 * 3600.0
 """Time limit for leases, claims and deadlines, so that they do not expire in a debugger."""
+SWITCH_S = 0.0005
+"""Longest time for which a thread keeps the interpreter while another waits for it. Calls into torch and
+sockets give the interpreter away. With Python's default of 5 ms, each would wait that long to return."""
 AT_ONCE_S = 3.0  # After the second Ctrl-C, the process exits within this time, whatever its threads do
 CANCEL = signal.SIGURG  # Its default action is to do nothing, and few programs use it
 
@@ -154,6 +157,8 @@ class InlineRun:
         """Run the job to its end, and return the ending. `error` is the error of a failed run."""
         with ExitStack() as stack:
             stack.enter_context(_marked(self._run_id))
+            stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+            sys.setswitchinterval(SWITCH_S)
             stack.enter_context(one_prompt_at_a_time())
             self._socket.start()
             stack.callback(self._socket.stop)

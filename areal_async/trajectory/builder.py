@@ -35,6 +35,7 @@ from areal_async.trajectory.layout import (
     Segments,
     Units,
 )
+from areal_async.trajectory.one_call import PromptedGroup
 from areal_async.trajectory.routes import Routes, no_route
 
 Ints = Sequence[int] | NDArray[Any]
@@ -95,6 +96,15 @@ class EpisodeBuilder:
         self._columns: dict[str, dict[int, bytes]] = {}
         self._routes: dict[int, Routes] = {}
         self._began: dict[int, tuple[int, int]] = {}
+
+    def alike(self) -> PromptedGroup:
+        """Return the group of this builder's prompt, the only segment so far, whose samples are one answer to
+        it each."""
+        (prompt,) = self._units
+        job, task_id, group_id, _, attempt = self._identity
+        ids = np.frombuffer(prompt[0], I32)
+        speakers = self._policies, self._agents
+        return PromptedGroup(job, task_id, group_id, attempt, *speakers, self._prompt_text, ids)
 
     @property
     def policies(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,7 @@ from areal_async.trajectory.layout import (
 
 LOGPROB_SLACK = 1e-3  # Log-probs may exceed 0 by this much: engines add float32 rounding to a log-softmax
 
+SHORT = 64  # Longest array for which Python's lists are faster than numpy
 _INT32_MAX = 2**31 - 1
 _NONE_BYTE = b"\xff"  # Each byte of an i32 version -1
 _SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1
@@ -146,24 +147,36 @@ def _check_arrays(segments: Segments, units: Units, limits: EpisodeLimits) -> No
 
 def _check_units(units: Units) -> tuple[int, int, int]:
     """Return the number of units with mask 1, and their lowest and highest version."""
-    version, mask, logprob = units.version, units.mask, units.logprob
+    version, mask = units.version, units.mask
     if not len(units):
         return 0, NO_VERSION, NO_VERSION
-    if (lowest := version.min()) < NO_VERSION:
+    if (lowest := _range(version)[0]) < NO_VERSION:
         raise InvariantError(f"version: {lowest}; a version is >= 0, or -1 for none")
-    if (lowest := units.token_id.min()) < 0:
+    if (lowest := _range(units.token_id)[0]) < 0:
         raise InvariantError(f"token_id: {lowest}; token ids are >= 0")
-    lowest, highest = logprob.min(), logprob.max()
-    if not (lowest > -math.inf and highest <= LOGPROB_SLACK):  # The comparison is false for NaN
-        raise InvariantError(f"logprob: {lowest} to {highest}; log-probs are finite, at most {LOGPROB_SLACK}")
-    if mask.max() > 1:
+    lowest, most = _range(units.logprob)
+    if not (lowest > -math.inf and most <= LOGPROB_SLACK):  # The comparison is false for NaN
+        raise InvariantError(f"logprob: {lowest} to {most}; log-probs are finite, at most {LOGPROB_SLACK}")
+    if _range(mask)[1] > 1:
         raise InvariantError("mask: a mask is 0 or 1")
     trained = version[mask.view(np.bool_)]
     if not len(trained):
         return 0, NO_VERSION, NO_VERSION
-    if trained.min() < 0:
+    lowest, highest = _range(trained)
+    if lowest < 0:
         raise InvariantError("version: a unit with mask 1 has the version that sampled it")
-    return len(trained), int(trained.min()), int(trained.max())
+    return len(trained), int(lowest), int(highest)
+
+
+def _range(values: NDArray[Any]) -> tuple[Any, Any]:
+    """Return the smallest and the largest value, or NaN twice if there is one. For short arrays, numpy's
+    reductions take several times as long as lists."""
+    if len(values) > SHORT:
+        return values.min(), values.max()
+    cells = values.tolist()
+    if (total := sum(cells)) != total:
+        return math.nan, math.nan
+    return min(cells), max(cells)
 
 
 def _check_segments(segments: Segments, n_units: int, versions: bytes, n_agents: int) -> list[int]:

@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from areal_async.base.log import get_logger
+from areal_async.base.verdicts import Verdict
 from areal_async.config.reward_routing import RewardSpec
 from reward_service.backends import Call, OnVerdicts, inputs_of
 from reward_service.pool.protocol import LoadReward
@@ -28,6 +29,9 @@ from reward_service.pool.worker import LoadedReward, load
 from reward_service.sdk import RewardLoadError
 
 log = get_logger("pool")
+SPAN_S = 0.02
+"""Seconds of calls that go to the thread together, because a round trip costs more than a short call."""
+
 T = TypeVar("T")
 Work = tuple[Callable[[], Any], Future[Any]]
 
@@ -65,22 +69,30 @@ class InlinePool:
         """Run calls of `spec` in turn. Raises the reward's errors."""
         reward, latency = self._rewards[spec.key]
         size = reward.mark.batch or 1
+        batches = [
+            [msgspec.msgpack.encode(one) for call in calls[first : first + size] for one in inputs_of(call)]
+            for first in range(0, len(calls), size)
+        ]
         self.queued += len(calls)
-        for first in range(0, len(calls), size):
-            together = calls[first : first + size]
-            payloads = [msgspec.msgpack.encode(one) for call in together for one in inputs_of(call)]
+        first = 0
+        while first < len(calls):
             async with self._turn:
-                self.queued, self.busy = self.queued - len(together), 1
-                began_s = time.monotonic()
+                self.busy = 1
+                span_s = min(SPAN_S, spec.timeout_s / 2)
+                work = functools.partial(_judge_for, span_s, reward, batches[first // size :])
                 try:
-                    verdicts = await self._watched(spec, functools.partial(reward.verdicts, payloads))
+                    judged = await self._watched(spec, work)
                 finally:
                     self.busy = 0
-            share_s = (time.monotonic() - began_s) / len(together)
-            latency.note(share_s)
-            for index, call in enumerate(together, first):
-                own = [verdicts.pop(0) for _ in inputs_of(call)]
-                on_verdicts(index, own, share_s * 1000)
+            for verdicts, spent_s in judged:
+                together = calls[first : first + size]
+                self.queued -= len(together)
+                share_s = spent_s / len(together)
+                latency.note(share_s)
+                for index, call in enumerate(together, first):
+                    own = [verdicts.pop(0) for _ in inputs_of(call)]
+                    on_verdicts(index, own, share_s * 1000)
+                first += size
 
     async def _watched(self, spec: RewardSpec, work: Callable[[], T]) -> T:
         running = asyncio.ensure_future(_on_the_thread(work))
@@ -88,6 +100,21 @@ class InlinePool:
             about = {"reward": spec.label, "detail": f"{spec.label}, {spec.timeout_s:g} s"}
             log.warning("a reward is past its deadline; inline nothing ends it", **about)
         return await running
+
+
+def _judge_for(
+    span_s: float, reward: LoadedReward, batches: Sequence[list[bytes]]
+) -> list[tuple[list[Verdict], float]]:
+    """Judge batches in turn until `span_s` has passed, at least one. Return the verdicts of each and its
+    seconds. Raises the reward's errors."""
+    judged = []
+    began_s = time.monotonic()
+    for batch in batches:
+        called_s = time.monotonic()
+        judged.append((reward.verdicts(batch), time.monotonic() - called_s))
+        if time.monotonic() - began_s >= span_s:
+            break
+    return judged
 
 
 _loaded: dict[str, LoadedReward] = {}

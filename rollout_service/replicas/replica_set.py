@@ -26,15 +26,13 @@ import heapq
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 
-from msgspec.structs import asdict
-
-from areal_async.base.errors import SnapshotError, WireError
-from areal_async.base.events import record
+from areal_async.base.errors import ArealError, SnapshotError, WireError
 from areal_async.base.log import get_logger
-from areal_async.base.processes import NO_RESTARTS, RestartPolicy, Restarts
+from areal_async.base.processes import NO_RESTARTS, RestartPolicy
 from areal_async.base.versions import VersionTag
 from rollout_service import metrics
 from rollout_service.engines.base import (
@@ -49,150 +47,27 @@ from rollout_service.engines.base import (
     Tell,
     Weights,
 )
-from rollout_service.replicas.exchange import WATCH_S, StallDetector, UpdateStall, exchange
-from rollout_service.replicas.placement import PrefixAffinity, ReplicaLoad, choose, most_requests
+from rollout_service.replicas.exchange import WATCH_S, UpdateStall, exchange
+from rollout_service.replicas.placement import PrefixAffinity, choose
+from rollout_service.replicas.replica import EngineReplica, Fetch
 
 log = get_logger("replicas")
 
 MAX_SENT_AGAIN = 3
 """If a live engine loses the same request more often than this, the engine counts as dead."""
-END_LIMIT_S = 15.0  # Seconds for the end of a lost engine; the rest of it ends with this process
 FETCH_PAUSE_S = 0.5
 
-Fetch = Callable[[], AbstractAsyncContextManager[Weights]]
-"""Function that returns a context manager with the newest snapshot. The snapshot's files stay unchanged
-inside the block."""
 
-
-class ReplicaGone(EngineError):
-    """An engine died more often than its restart policy allows."""
-
-    restart_helps = True
-
-
-# --- one replica -------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class EngineReplica:
-    """One replica: an engine, made by `make(index)`, and its successors if it dies. Call `trouble` every
-    `WATCH_S`."""
-
-    index: int
-    make: Callable[[int], Engine]
-    policy: RestartPolicy
-    stuck_s: float
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        self.engine = self.make(self.index)
-        self.serves = self.updating = False
-        self.given = 0  # Requests given to it and not finished
-        self.error: EngineError | None = None  # Reason of its last loss
-        self._before = (0, 0)  # Tokens and requests of its earlier engines
-        self._restarts = Restarts(self.policy)
-        self._served_s: float | None = None
-        self._pause_s: float | None = 0.0  # Before its next start. None: it died too often
-        self._recorded: VersionTag | None = None
-        self._most_requests = 1
-
-    @property
-    def has_room(self) -> bool:
-        return self.given < self._most_requests
-
-    def serve(self) -> None:
-        """Record that the replica's engine has started. It has no requests yet."""
-        self.serves, self._served_s = True, self.clock()
-        self._detector = StallDetector(self.stuck_s, self.clock)
-        self._most_requests = most_requests(self.engine.stats().capacity)
-        self.given, self.updating = 0, False
-        self.record_version()
-
-    def record_version(self) -> None:
-        """Record the newly served weights, before any unit of them is sampled."""
-        tag = self.engine.version
-        if self._recorded is None or self._recorded < tag:
-            self._recorded = tag
-            record("served", replica=self.index, **asdict(tag))
-
-    async def exchange(self, snapshot: Weights) -> UpdateStall:
-        """Make the engine serve `snapshot`. During this time, new requests go to other replicas, if there are
-        any."""
-        self.updating = True
-        try:
-            return await exchange(self.engine, snapshot, self.record_version)
-        finally:
-            self.updating = False
-
-    def load(self) -> ReplicaLoad:
-        stats = self.engine.stats()
-        return ReplicaLoad(
-            self.index, self.given, stats.capacity, stats.running + stats.waiting, stats.kv_used
-        )
-
-    def totals(self) -> tuple[int, int]:
-        """Return the number of tokens and of requests, summed over the replica's present and earlier
-        engines."""
-        tokens, requests = self._before
-        if self.serves:
-            stats = self.engine.stats()
-            tokens, requests = tokens + stats.tokens_total, requests + stats.requests_total
-        return tokens, requests
-
-    def trouble(self) -> str:
-        """Return the reason why the replica's engine must be treated as dead, or an empty string."""
-        if not self.serves:
-            return ""
-        if not self.engine.alive():
-            return "the engine has ended"
-        stats = self.engine.stats()
-        tokens, running = stats.tokens_total + stats.decoded, self.given
-        stuck_s = self._detector.look(
-            tokens=tokens, requests=stats.requests_total, running=running, paused=self.updating
-        )
-        if stuck_s is None:
-            return ""
-        return f"no token for {stuck_s:.0f} s with {running} requests running (rollout.stuck_s)"
-
-    def lose(self, error: EngineError) -> None:
-        """Record that the replica's engine is dead. The caller must then call `revive`."""
-        self._before, self.serves = self.totals(), False
-        self._count_death(error)
-
-    def _count_death(self, error: EngineError) -> None:
-        self._pause_s = self._restarts.died(self.clock(), served_s=self._served_s)
-        self._served_s, self.error = None, error
-        metrics.ENGINE_DEATHS.inc()
-
-    async def revive(self, fetch: Fetch) -> None:
-        """Start another engine. Raises `ReplicaGone`. May be called again after it was cancelled, which is no
-        death."""
-        while True:
-            try:
-                async with asyncio.timeout(END_LIMIT_S):
-                    await self.engine.stop()
-            except (TimeoutError, EngineError) as error:
-                log.warning("an engine did not end", error=str(error), replica=self.index)
-            deaths, pause_s = len(self._restarts.deaths_s), self._pause_s
-            if pause_s is None:
-                raise ReplicaGone(
-                    f"replica {self.index} died {deaths} times within {self.policy.window_s:.0f} s "
-                    f"(supervisor.restarts), the last time with: {self.error}"
-                ) from self.error
-            told = {"replica": self.index, "deaths": deaths, "pause_s": round(pause_s, 2)}
-            log.warning("engine is started again", **told, error=str(self.error))
-            await asyncio.sleep(pause_s)
-            self._pause_s = 0.0
-            try:
-                async with fetch() as snapshot:
-                    self.engine = self.make(self.index)
-                    await self.engine.start(snapshot)
-                return
-            except EngineError as error:
-                self._count_death(error)
-
-
-# --- the set -----------------------------------------------------------------------------------------
+def _pass_on(call: asyncio.Future[GenerateResult], ended: asyncio.Future[GenerateResult]) -> None:
+    """Give the outcome of one future to another, unless that is done."""
+    if call.done():
+        return
+    if ended.cancelled():
+        call.cancel()
+    elif (error := ended.exception()) is not None:
+        call.set_exception(error)
+    else:
+        call.set_result(ended.result())
 
 
 @dataclass(eq=False)
@@ -268,6 +143,49 @@ class ReplicaSet:
             if not limit.expired():
                 raise
             raise DeadlinePassed(f"request {request.request_id} was not done by its deadline") from None
+
+    def begin(self, request: GenerateRequest) -> asyncio.Future[GenerateResult]:
+        """Begin a request as `generate` does, if possible without a task. Cancelling the future aborts the
+        request. The caller keeps the request's deadline, by setting an error."""
+        free = not (self._waiting or self._stopping or self._failed is not None)
+        replica = self._admit(request) if free else None
+        begin = getattr(replica.engine, "begin", None) if replica is not None else None
+        if replica is None or begin is None:
+            if replica is not None:
+                replica.given = max(0, replica.given - 1)
+            return asyncio.ensure_future(self.generate(request))
+        call: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
+        engine = replica.engine
+        try:
+            inner: asyncio.Future[GenerateResult] = begin(request)
+        except ArealError as error:
+            self._given_back(replica, engine)
+            call.set_exception(error)
+            return call
+
+        def ended(inner: asyncio.Future[GenerateResult]) -> None:
+            error = None if inner.cancelled() else inner.exception()
+            lost = isinstance(error, EngineError) and self._was_lost(replica, engine, error)
+            self._given_back(replica, engine)
+            if call.done():
+                return
+            if lost:
+                metrics.RERUN.inc()
+                again = asyncio.ensure_future(self.generate(request))
+                again.add_done_callback(partial(_pass_on, call))
+                call.add_done_callback(lambda _: again.cancel())
+            else:
+                _pass_on(call, inner)
+
+        inner.add_done_callback(ended)
+        call.add_done_callback(lambda _: inner.cancel())
+        return call
+
+    def _given_back(self, replica: EngineReplica, engine: Engine) -> None:
+        """Record that a replica has one request less."""
+        if replica.engine is engine:  # a new engine has no requests yet
+            replica.given = max(0, replica.given - 1)
+        self._admit_waiting()
 
     def stats(self) -> EngineStats:
         each = [replica.engine.stats() for replica in self.replicas if replica.serves]
@@ -415,9 +333,7 @@ class ReplicaSet:
                     raise EngineError(f"the engine was lost when {streamed}: {error}") from error
                 metrics.RERUN.inc()
             finally:
-                if replica.engine is engine:  # a new engine has no requests yet
-                    replica.given = max(0, replica.given - 1)
-                self._admit_waiting()
+                self._given_back(replica, engine)
 
     async def _replica_for(self, request: GenerateRequest) -> EngineReplica:
         """Wait for a replica that can take the request, and return it. From then on, the request counts
@@ -440,17 +356,19 @@ class ReplicaSet:
 
     def _admit(self, request: GenerateRequest) -> EngineReplica | None:
         """Return the replica that takes a request now, or None if it must wait."""
-        serving = [replica for replica in self.replicas if replica.serves]
-        going_on = [replica for replica in serving if not replica.updating] or serving
-        if len(self.replicas) == 1:  # reading its load for each request would cost more than it helps
-            replica = next((replica for replica in going_on if replica.has_room), None)
+        if len(self.replicas) == 1:
+            replica = self.replicas[0]
+            if not (replica.serves and replica.has_room):
+                return None
         else:
+            serving = [replica for replica in self.replicas if replica.serves]
+            going_on = [replica for replica in serving if not replica.updating] or serving
             loads = [replica.load() for replica in going_on]
             index = choose(loads, self._affinity.find(request.session))
-            replica = None if index is None else self.replicas[index]
-        if replica is None:
-            return None
-        self._affinity.assign(request.session, replica.index)
+            if index is None:
+                return None
+            replica = self.replicas[index]
+            self._affinity.assign(request.session, replica.index)
         replica.given += 1
         return replica
 

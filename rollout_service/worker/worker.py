@@ -43,9 +43,9 @@ from areal_async.config.routes import replays
 from areal_async.rpc.board import board
 from areal_async.rpc.client import Client, wait_out
 from areal_async.rpc.messages import Drain, Heartbeat, Lease, LeasedGroup, Leases
-from areal_async.trajectory import EpisodeBuilder, pack_routes
+from areal_async.trajectory import EpisodeBuilder, TrajectoryError, pack, pack_routes
 from rollout_service import metrics
-from rollout_service.engines.base import DeadlinePassed
+from rollout_service.engines.base import DeadlinePassed, GenerateRequest, GenerateResult
 from rollout_service.gateway import Gateway
 from rollout_service.process import speakers_of
 from rollout_service.worker.failures import (
@@ -58,6 +58,7 @@ from rollout_service.worker.failures import (
 )
 from rollout_service.worker.uploader import IDLE_WAIT_S, Uploader, first_of
 from rollout_service.workflows import Context, PolicyEngine, Workflow
+from rollout_service.workflows.context import AlikeSamples
 
 log = get_logger("rollout")
 
@@ -93,7 +94,8 @@ class LeaseState:
 
     group: LeasedGroup
     turn: int  # Sequence number among this worker's leases: the oldest has priority
-    episodes: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # Running episodes by sample
+    episodes: dict[int, asyncio.Future[Any]] = field(default_factory=dict)  # Running episodes by sample
+    late: asyncio.TimerHandle | None = None  # Ends the episodes that run without a task at their deadline
 
 
 @dataclass(eq=False)
@@ -135,6 +137,7 @@ class Worker:
             first_ends=self.first_failure_ends,
         )
         self._routes = replays(job)
+        self._voice = next(iter(self.engines.values()))
         self.running = 0  # Number of running episodes
         self._leases_begun = 0
         self._asking: dict[asyncio.Task[Leases], list[VersionTag]] = {}
@@ -259,11 +262,12 @@ class Worker:
             first, *others = map(asdict, serving)
             record("leased", **named, **first, others=others)
         self.running += len(group.missing)
-        loop = asyncio.get_running_loop()
+        alike = self._alike(lease)
         for sample in group.missing:
-            task = lease.episodes[sample] = loop.create_task(self._episode(lease, sample))
-            # Not in the coroutine itself, because a task cancelled before its start never runs it.
-            task.add_done_callback(partial(self._ended, lease, sample))
+            if alike is None or sample == self.job.rollout.greedy_sample:
+                self._begin_task(lease, sample)
+            else:
+                self._begin_call(lease, sample, alike)
         if len(self.leases) == 1:
             self._wake_heart.set()
 
@@ -286,29 +290,65 @@ class Worker:
 
     # --- episodes ------------------------------------------------------------------------------------
 
+    def _begin_task(self, lease: LeaseState, sample: int) -> None:
+        work = self._episode(lease, sample)
+        task = lease.episodes[sample] = asyncio.get_running_loop().create_task(work)
+        # Not in the coroutine itself, because a task cancelled before its start never runs it.
+        task.add_done_callback(partial(self._ended, lease, sample))
+
+    def _alike(self, lease: LeaseState) -> AlikeSamples | None:
+        """Return the group's samples, if each makes the same one call, so that no sample needs a task."""
+        only_call, group = getattr(self.workflow, "only_call", None), lease.group
+        able = len(self.engines) == 1 and hasattr(self._voice.engine, "begin")
+        if only_call is None or not able or self._routes:
+            return None
+        try:
+            alike = self._context(lease, group.missing[0], greedy=False).alike(*only_call(group.task))
+        except Exception:  # each sample's own task will report it
+            return None
+        if (limit_s := self.job.rollout.episode_timeout_s) is not None:
+            lease.late = asyncio.get_running_loop().call_later(limit_s, self._too_late, lease)
+        return alike
+
+    def _begin_call(self, lease: LeaseState, sample: int, alike: AlikeSamples) -> None:
+        request, number = alike.request(sample), self.failures.begin()
+        call = lease.episodes[sample] = self._voice.engine.begin(request)
+        call.add_done_callback(partial(self._answered, lease, sample, number, alike, request))
+
+    def _too_late(self, lease: LeaseState) -> None:
+        for sample, call in lease.episodes.items():
+            if not isinstance(call, asyncio.Task) and not call.done():
+                name = f"{lease.group.group_id}.{sample}"
+                call.set_exception(DeadlinePassed(f"the request of {name} was not done by its deadline"))
+
+    def _answered(
+        self,
+        lease: LeaseState,
+        sample: int,
+        number: int,
+        alike: AlikeSamples,
+        request: GenerateRequest,
+        call: asyncio.Future[GenerateResult],
+    ) -> None:
+        """Upload the episode of an answer to a call without a task."""
+        try:
+            if not call.cancelled():
+                blob = pack(alike.episode(sample, request, call.result()))
+                self.failures.succeeded()
+                self.uploader.add(lease.group.lease_id, sample, blob)
+        except TrajectoryError:  # The task decides whose fault such an answer is
+            self._begin_task(lease, sample)
+            return
+        except Exception as error:
+            self._failed(lease, sample, number, error)
+        self._ended(lease, sample, call)
+
     async def _episode(self, lease: LeaseState, sample: int) -> None:
         """Run one sample, from prompt to uploader. Catches every error of the workflow (see `_failed`)."""
         group = lease.group
         number = self.failures.begin()
         limit_s = self.job.rollout.episode_timeout_s
-        group_id, attempt, speakers = group.group_id, group.attempt, speakers_of(self.job)
-        builder = EpisodeBuilder(
-            self.job.job, group.task.task_id, group_id, sample, attempt=attempt, **speakers
-        )
-        ctx = Context(
-            self.engines,
-            builder,
-            episode_id=f"{group_id}.{sample}",
-            seed=group.seed,
-            sample=sample,
-            attempt=attempt,
-            lease_id=group.lease_id,
-            priority=lease.turn,
-            deadline_s=None if limit_s is None else time.monotonic() + limit_s,
-            agents=self.gateway,
-            greedy=sample == self.job.rollout.greedy_sample,
-            routes=self._routes,
-        )
+        ctx = self._context(lease, sample, greedy=sample == self.job.rollout.greedy_sample)
         work = self.workflow(ctx, group.task)
         try:
             episode, blob = await run_episode(ctx, work, limit_s, debug=self.first_failure_ends)
@@ -319,10 +359,30 @@ class Worker:
             self.failures.succeeded()
             self.uploader.add(group.lease_id, sample, blob, routes)
 
-    def _ended(self, lease: LeaseState, sample: int, _: asyncio.Task[None]) -> None:
+    def _context(self, lease: LeaseState, sample: int, *, greedy: bool) -> Context:
+        group, limit_s = lease.group, self.job.rollout.episode_timeout_s
+        task_id, speakers = group.task.task_id, speakers_of(self.job)
+        return Context(
+            self.engines,
+            EpisodeBuilder(self.job.job, task_id, group.group_id, sample, attempt=group.attempt, **speakers),
+            episode_id=f"{group.group_id}.{sample}",
+            seed=group.seed,
+            sample=sample,
+            attempt=group.attempt,
+            lease_id=group.lease_id,
+            priority=lease.turn,
+            deadline_s=None if limit_s is None else time.monotonic() + limit_s,
+            agents=self.gateway,
+            greedy=greedy,
+            routes=self._routes,
+        )
+
+    def _ended(self, lease: LeaseState, sample: int, _: asyncio.Future[Any]) -> None:
         self.running -= 1
         del lease.episodes[sample]
         if not lease.episodes:
+            if lease.late is not None:
+                lease.late.cancel()
             self.uploader.complete(lease.group.lease_id)
         self._on_progress()
 

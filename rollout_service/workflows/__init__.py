@@ -18,6 +18,10 @@ function:
         def __init__(self, arguments, resources): ...
         async def __call__(self, ctx, task): ...
 
+A workflow whose episodes are exactly one call, `ctx.generate(prompt, tools=tools)`, may have the attribute
+`only_call(task)`, which returns the pair `(prompt, tools)`. The worker then runs whole groups without calling
+the workflow, which takes less time.
+
 A class may have `check_job(job, arguments, field)`, which yields mistakes in a job. It may also have
 `records_reward(arguments)`, which returns whether its episodes record the reward that `reward.name:
 environment` needs.
@@ -27,7 +31,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from areal_async.base.errors import ArealError
@@ -37,7 +41,7 @@ from areal_async.config.registry import TOOLS, WORKFLOWS, PartError, section_mis
 from areal_async.data.examples import tools_of
 from rollout_service.workflows.context import Context, EpisodeAborted, PolicyEngine, WorkflowResources
 from rollout_service.workflows.tools import load_tools, tool
-from rollout_service.workflows.turns import Renderer, Reply, TemplateRewrites, TurnError, is_chat
+from rollout_service.workflows.turns import Prompt, Renderer, Reply, TemplateRewrites, TurnError, is_chat
 
 BUILT_IN = {
     "single_turn": "rollout_service.workflows:single_turn",
@@ -75,10 +79,16 @@ async def single_turn(ctx: Context, task: Task) -> None:
     """Give the model the task's prompt, and use its answer as the episode's response. Tool schemas in the
     task's `extra_info.tools` are passed to the chat template. A tool call in the answer is not executed, but
     judged by the reward."""
+    prompt, tools = _only_call(task)
+    await ctx.generate(prompt, tools=tools)
+
+
+def _only_call(task: Task) -> tuple[Prompt, Sequence[Mapping[str, Any]]]:
     tools = tools_of({"extra_info": task.extra_info}, f"task {task.task_id}") if is_chat(task.prompt) else ()
-    await ctx.generate(task.prompt, tools=tools)
+    return task.prompt, tools
 
 
+single_turn.only_call = _only_call  # type: ignore[attr-defined]
 single_turn.records_reward = lambda arguments: False  # type: ignore[attr-defined]
 
 
@@ -108,6 +118,8 @@ def load_workflow(
         ctx.resources = resources
         await workflow(ctx, task)
 
+    if only_call := getattr(part, "only_call", None):
+        equipped.only_call = only_call  # type: ignore[attr-defined]
     return equipped
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from areal_async.base.errors import ArealError
 from areal_async.models.answers import opens_thought, spoken
 from areal_async.models.prompts import Tokenizer
-from areal_async.trajectory import Call, EpisodeBuilder, Sampling, SegmentKind
+from areal_async.trajectory import Call, Episode, EpisodeBuilder, PromptedGroup, Sampling, SegmentKind
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRequest, GenerateResult
 from rollout_service.workflows.tools import Tool, ToolAnswer, ToolReply, WorkflowResources, run_tool
@@ -165,6 +165,16 @@ class Context:
         return agent, spoken_for
 
     # --- generation ------------------------------------------------------------------------------------
+
+    def alike(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> AlikeSamples:
+        """Begin the episodes of a group whose samples each make one call, `generate(prompt, tools=tools)`."""
+        agent, policy = self.speaker(None, None)
+        where: Any = {"parent": None, "agent": agent, "policy": policy}
+        segment = self.observe(SegmentKind.PROMPT, prompt, tools=tools, **where)
+        self.builder.text(prompt=self._prompt_text(None if tools else prompt, segment))
+        voice = self.engines[policy].sampling
+        number = self.builder.policy_of(agent)
+        return AlikeSamples(self, self.builder.alike(), voice, self._path(segment), number)
 
     async def generate(
         self,
@@ -497,3 +507,40 @@ class Context:
             path = self._paths[segment] = np.concatenate((path, *reversed(pieces)))
             path.setflags(write=False)
         return path
+
+
+@dataclass(frozen=True)
+class AlikeSamples:
+    """A group whose samples each make one call with the same prompt. The prompt is rendered once. Requests
+    and episodes equal those of `Context.generate`."""
+
+    first: Context
+    """Context of one of the samples, with the prompt."""
+    group: PromptedGroup
+    sampling: Sampling
+    ids: Ids
+    number: int
+    """Number of the policy."""
+
+    def request(self, sample: int) -> GenerateRequest:
+        """Return the request of a sample."""
+        ctx = self.first
+        seed = call_seed(ctx.seed, sample, ctx.attempt, 0)
+        sampling = ctx.drawn(msgspec.structs.replace(self.sampling, seed=seed))
+        episode_id = f"{self.group.group_id}.{sample}"
+        return GenerateRequest(
+            f"{episode_id}/{ctx.lease_id}/0",
+            self.ids,
+            sampling,
+            session=episode_id,
+            priority=ctx.priority,
+            deadline_s=ctx.deadline_s,
+        )
+
+    def episode(self, sample: int, request: GenerateRequest, result: GenerateResult) -> Episode:
+        """Return the episode of a sample with this answer. Raises `EpisodeAborted` or `TrajectoryError`."""
+        if result.finish_reason == "abort":
+            raise EpisodeAborted(f"a request of episode {request.session} was aborted")
+        call = Call(1, self.number, request.sampling, result.finish_reason, result.logprobs_of)
+        columns = result.token_ids, result.logprobs, result.versions, result.epochs
+        return self.group.episode(sample, call, result.text, *columns)

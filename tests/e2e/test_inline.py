@@ -292,6 +292,7 @@ for value in ("0.25", "0.75"):
     done = run(load_job(sys.argv[1]), overwrite=True, inline=True)
     assert done.wait()["reward_last"] == float(value), done.summary()
     print("steps", [step["step"] for step in done.metrics()])
+print("switch interval", sys.getswitchinterval())
 """
 
 
@@ -317,6 +318,7 @@ def test_a_python_process_runs_a_job_inline_again_with_its_edited_file_and_can_b
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("steps [0, 1]") == 2
+    assert "switch interval 0.005\n" in done.stdout, "as it was before the runs"
     for value in (0.25, 0.75):
         assert done.stdout.count(f"advantage {value}\n") == 2
     profiled = pstats.Stats(str(profile)).stats.items()

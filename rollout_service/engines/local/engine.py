@@ -118,23 +118,35 @@ class LocalEngine:
         await self._call(build)
 
     async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
-        request = self._started().checked(request)
-        if self._stopping:
-            raise EngineError("the engine has stopped")
-        if request.request_id in self._calls:
-            raise EngineError(f"request {request.request_id!r} is in flight already")
-        call = asyncio.get_running_loop().create_future()
-        self._calls[request.request_id] = call
-        if tell is not None:
-            self._tells[request.request_id] = tell
-        self._post(partial(self._submit, request, telling=tell is not None))
+        call = self.begin(request, tell)
         try:
             return await call
         finally:
-            self._tells.pop(request.request_id, None)
-            if self._calls.pop(request.request_id, None) is not None:
-                # The caller is gone, so free the slot and ignore the answer.
-                self._post(lambda: self._deliver(self._started().abort([request.request_id])))
+            self._forget(request.request_id)
+
+    def begin(self, request: GenerateRequest, tell: Tell | None = None) -> asyncio.Future[GenerateResult]:
+        """Begin a request as `generate` does, without a task. Cancelling the future aborts the request."""
+        request = self._started().checked(request)
+        request_id = request.request_id
+        if self._stopping:
+            raise EngineError("the engine has stopped")
+        if request_id in self._calls:
+            raise EngineError(f"request {request_id!r} is in flight already")
+        call = self._calls[request_id] = asyncio.get_running_loop().create_future()
+        if tell is not None:
+            self._tells[request_id] = tell
+        self._post(partial(self._submit, request, telling=tell is not None))
+        call.add_done_callback(partial(self._forget, request_id))
+        return call
+
+    def _forget(self, request_id: str, call: asyncio.Future[GenerateResult] | None = None) -> None:
+        """Free the slot of a request whose caller is gone, and ignore its answer. Does nothing if the request
+        has ended."""
+        self._tells.pop(request_id, None)
+        if call is not None and self._calls.get(request_id) is not call:
+            return
+        if self._calls.pop(request_id, None) is not None:
+            self._post(lambda: self._deliver(self._started().abort([request_id])))
 
     async def pause(self) -> None:
         def pause() -> None:

@@ -97,6 +97,31 @@ class FakeEngine:
         return EngineStats(len(self.running), 0, 8, 0.0, 0, 0, 0.0)
 
 
+def without_a_task(work: Coroutine[Any, Any, GenerateResult]) -> asyncio.Future[GenerateResult]:
+    """A future as an engine's `begin` returns it: who cancels it, or sets an error, ends the work."""
+    call: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
+    task = asyncio.ensure_future(work)
+
+    def ended(task: asyncio.Task[GenerateResult]) -> None:
+        if task.cancelled() or call.done():
+            return
+        if (error := task.exception()) is not None:
+            call.set_exception(error)
+        else:
+            call.set_result(task.result())
+
+    task.add_done_callback(ended)
+    call.add_done_callback(lambda _: task.cancel())
+    return call
+
+
+class BeginningEngine(FakeEngine):
+    """Its requests need no task of the worker."""
+
+    def begin(self, request: GenerateRequest) -> asyncio.Future[GenerateResult]:
+        return without_a_task(self.generate(request))
+
+
 class FakeBuffer(FakeCaller):
     """Hands out the groups it was given, and keeps what it is sent."""
 

@@ -143,8 +143,10 @@ class FakeServer:
 class Fleet:
     """All servers that were ever made, and the set over them."""
 
-    def __init__(self, count: int = 1, *, capacity: int = 4, **how: Any) -> None:
-        self.capacity = capacity
+    def __init__(
+        self, count: int = 1, *, capacity: int = 4, kind: type[FakeServer] = FakeServer, **how: Any
+    ) -> None:
+        self.capacity, self.kind = capacity, kind
         self.pieces = 0
         """Units that a server tells before it answers."""
         self.held = True
@@ -159,7 +161,7 @@ class Fleet:
         self.set = ReplicaSet(self._make, count, **({"restarts": AT_ONCE} | how))
 
     def _make(self, index: int) -> Any:
-        self.made.append(FakeServer(index, self))
+        self.made.append(self.kind(index, self))
         return self.made[-1]
 
     def server(self, index: int) -> FakeServer:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_service.replicas.exchange import StallDetector
 from rollout_service.replicas.placement import BUSY, OVERLOAD, PrefixAffinity, ReplicaLoad, choose
-from rollout_service.replicas.replica_set import StallDetector
 
 
 def looks(*readings: tuple[float, dict[str, int]], limit_s: float = 10.0) -> list[bool]:

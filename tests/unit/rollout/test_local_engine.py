@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,28 @@ async def test_a_cancelled_request_ends_waiting_or_begun_and_frees_its_place(end
             assert len((await call).token_ids) == 5
         await eventually(lambda: engine.stats().running == engine.stats().waiting == 0)
         assert engine.stats().tokens_total == 4 * 5
+
+
+async def test_a_call_without_a_task_has_the_answer_of_one_with_a_task_and_is_given_up_by_its_future(endless):
+    async with running(endless, slots=2) as engine:
+        one = GenerateRequest("one", [3], Sampling(max_new_tokens=5, seed=7))
+        with_task = await engine.generate(one)
+        without = await engine.begin(one)
+        assert without.token_ids.tolist() == with_task.token_ids.tolist()
+        await engine.pause()
+        calls = [engine.begin(replace(one, request_id=str(number))) for number in range(4)]
+        with pytest.raises(EngineError, match="in flight"):
+            engine.begin(replace(one, request_id="1"))
+        await eventually(lambda: engine.stats().waiting == len(calls))
+        calls[0].cancel()
+        calls[3].set_exception(EngineError("too late"))
+        await eventually(lambda: engine.stats().waiting == 2)
+        await engine.resume()
+        for call in calls[1:3]:
+            assert len((await call).token_ids) == 5
+        await eventually(lambda: engine.stats().running == engine.stats().waiting == 0)
+        with pytest.raises(RequestError):
+            engine.begin(replace(one, prompt_ids=[]))
 
 
 async def test_a_piece_is_told_at_every_step_and_updates_fall_between(endless, monkeypatch):

@@ -14,7 +14,7 @@ from areal_async.base.versions import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import DeadlinePassed, EngineError, EngineLost
 from rollout_service.metrics import EngineMetrics
-from rollout_service.replicas import ReplicaGone, replica_set
+from rollout_service.replicas import ReplicaGone, replica, replica_set
 from rollout_service.worker import Worker
 from rollout_service.workflows import PolicyEngine, Renderer, load_workflow
 from tests.unit.rollout.fakes import FakeBuffer, LetterTokenizer, eventually, group, job, working
@@ -135,7 +135,7 @@ async def test_what_an_engine_serves_is_written_down_before_it_samples_from_it(m
             assert (event, policy, epoch) == ("served", "policy", 0)
             fleet.server(replica).journal.append(f"served {version}")
 
-        monkeypatch.setattr(replica_set, "record", write)
+        monkeypatch.setattr(replica, "record", write)
         await fleet.set.start(Snapshot(0))
         await fleet.set.exchange(Snapshot(1))
         for index in range(2):
