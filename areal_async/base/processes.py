@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import psutil
 
@@ -67,9 +67,7 @@ class ChildProcess:
         on_orphaned: OnOrphaned = "terminate",
         umask: int = -1,
     ) -> None:
-        self._ready_fd: int | None = None
-        self._ready_line = b""
-        self._status: int | None = None
+        self._begin(None)
         self._guard_kills = on_orphaned == "kill_all"
         ours: list[int] = []
         passed = list(pass_fds)
@@ -110,6 +108,22 @@ class ChildProcess:
             ):  # the child has exited; its output gives the reason
                 stdin.write(given)
 
+    @classmethod
+    def adopted(cls, pid: int, ready_fd: int) -> Self:
+        """Return a child that leads its session and that another process started. `ready_fd` is the pipe to
+        which it reports that it is ready."""
+        child = cls.__new__(cls)
+        child._begin(ready_fd)
+        child.pid = pid
+        return child
+
+    def _begin(self, ready_fd: int | None) -> None:
+        self._ready_fd = ready_fd
+        self._ready_line = b""
+        self._status: int | None = None
+        self._guard_kills = False
+        self._popen: subprocess.Popen[bytes] | None = None
+
     def ready_report(self) -> dict[str, Any] | None:
         """Return the child's report once it is ready, or None. Never blocks."""
         if self._ready_fd is not None:
@@ -127,7 +141,10 @@ class ChildProcess:
             over = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if over is not None:
                 self._kill_group()
-                self._status = self._popen.wait()
+                if self._popen is not None:
+                    self._status = self._popen.wait()
+                else:
+                    self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self._status
 
     @property

@@ -1,0 +1,331 @@
+"""The supervisor's side of the fork server (`service/fork_server.py`), from which services start in
+milliseconds.
+
+Promises: a service always starts. If the server has died, cannot fork, or is given up, the service is a fresh
+process, and no second process of it runs. A dead server is started again for the next service, unless servers
+die repeatedly. Services that run do not depend on the server.
+
+The main thread must own the server, because the kernel ties the server's life to the thread that started
+it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from areal_async.base.log import get_logger
+from areal_async.base.processes import (
+    RUN_VARIABLE,
+    ChildProcess,
+    RestartPolicy,
+    Restarts,
+    service_arguments,
+    service_environment,
+    start_service,
+)
+from areal_async.base.topology import Role, ServicePlace
+from areal_async.config.cluster import ClusterConfig
+from areal_async.config.job import JobConfig
+from areal_async.service.fork_server import GO, LOADED, MODULE, NOW, READY, ROOM, ROOM_BYTES, Order
+
+LIGHT = ("areal_async.service.main", "replay_buffer.server", "reward_service.router", "reward_service.server")
+"""Modules of buffer and reward service, which need no torch."""
+HEAVY = (
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "trainer_service.main",
+    "trainer_service.backends.fsdp.backend",
+)
+WORKERS = (
+    "rollout_service.service",
+    "rollout_service.engines.local.engine",
+    "reward_service.client",
+)
+LIGHT_ROLES: frozenset[Role] = frozenset({"buffer", "reward"})
+FORK_S = 2.0  # Longest wait for a fork of a server that has done its imports
+PR_SET_CHILD_SUBREAPER = 36
+
+log = get_logger("supervisor")
+
+
+class ForkServer:
+    """Starts services as forks. Use it as a context, or call `begin` and `close`. `modules` are imported in
+    this order."""
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._modules = modules
+        self._environment = environment
+        self._deaths = Restarts(RestartPolicy(limit=3))
+        self._given_up = False
+        self._child: ChildProcess | None = None
+        self._channel: socket.socket | None = None
+        self._is_loaded = False
+        self._unborn: set[int] = set()  # Services that this process must still adopt
+
+    @classmethod
+    def for_job(cls, job: JobConfig) -> Self:
+        """Return a server with the modules of the job's services. It does not know the buffer's password,
+        because the rewards of users run in its forks."""
+        environment = service_environment("", 1)
+        for name in (RUN_VARIABLE, job.buffer.redis_login.password_env):
+            environment.pop(name, None)
+        return cls((*LIGHT, *HEAVY, *WORKERS) if job.kind == "rl" else HEAVY, environment)
+
+    def __enter__(self) -> Self:
+        self.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def begin(self) -> None:
+        """Start the server, unless it runs or is given up."""
+        if self._channel is not None or self._given_up:
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._child = launch(theirs, self._modules, self._environment)
+        ours.setblocking(False)
+        self._channel, self._is_loaded = ours, False
+
+    def start(
+        self,
+        place: ServicePlace,
+        topology: Path,
+        output: Path,
+        environment: Mapping[str, str],
+        descriptors: Mapping[str, int],
+    ) -> StartedService:
+        """Start a service. The keys of `descriptors` are the environment variables that get their
+        numbers."""
+        service = StartedService(self, place, topology, output, environment, descriptors)
+        message = NOW if place.role in LIGHT_ROLES else LOADED
+        for _ in range(2):  # a server that has died is replaced once
+            self._look()
+            self.begin()
+            if self._channel is None:
+                break
+            try:
+                service.send(self._channel, message)
+            except OSError:
+                self._lost("it does not answer")
+                continue
+            service.look(FORK_S if self._is_loaded else 0.0)
+            return service
+        service.start_fresh()
+        return service
+
+    def adopts(self, service: object, does: bool) -> None:
+        """Adopt orphans of this process's children until no service is to be born any more."""
+        (self._unborn.add if does else self._unborn.discard)(id(service))
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(bool(self._unborn)), 0, 0, 0)
+
+    def close(self) -> None:
+        """End the server. Its forks continue."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.join()
+            child.close()
+
+    def _look(self) -> None:
+        """Find out if the server has done its imports, or has ended."""
+        while self._channel is not None:
+            try:
+                said = self._channel.recv(256)
+            except BlockingIOError:
+                return
+            except OSError:
+                said = b""
+            if said != READY:
+                self._lost(said.decode() or "it has ended")
+                return
+            self._is_loaded = True
+
+    def _lost(self, why: str) -> None:
+        self.close()
+        self._given_up = self._deaths.died(time.monotonic()) is None
+        then = "no other is started" if self._given_up else "another is started for the next service"
+        log.warning(f"the fork server is gone: {why}; {then}")
+
+
+def fork_server_of(job: JobConfig, cluster: ClusterConfig | None = None) -> ForkServer | None:
+    """Return a server, not begun yet, for a job that runs on this machine; None for a job on a cluster."""
+    return ForkServer.for_job(job) if cluster is None or cluster.launcher == "local" else None
+
+
+def launch(
+    channel: socket.socket, modules: Sequence[str], environment: Mapping[str, str]
+) -> ChildProcess | None:
+    """Start the process of a server that listens to `channel`."""
+    command = [sys.executable, "-P", "-m", MODULE, str(channel.fileno()), str(os.getpid()), " " * ROOM_BYTES]
+    # Native libraries start the threads of their pools at import, unless these have one thread.
+    single = {"OPENBLAS_NUM_THREADS": "1", ROOM: " " * ROOM_BYTES}
+    return ChildProcess(
+        [*command, *modules],
+        environment={**environment, **single},
+        pass_fds=[channel.fileno()],
+        on_orphaned="kill",
+    )
+
+
+class StartedService:
+    """A service that the server forks, or a fresh process. It has what launchers use of `ChildProcess`. The
+    `pid` is 0 until the fork has introduced itself."""
+
+    def __init__(
+        self,
+        server: ForkServer,
+        place: ServicePlace,
+        topology: Path,
+        output: Path,
+        environment: Mapping[str, str],
+        descriptors: Mapping[str, int],
+    ) -> None:
+        self._server, self._place, self._topology, self._output = server, place, topology, output
+        self._environment = dict(environment)
+        self._process: ChildProcess | None = None
+        self._status: int | None = None
+        self._signal = 0  # Signal for a process that is not known yet
+        self._given = {name: os.dup(fd) for name, fd in descriptors.items()}
+        birth, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        birth.setblocking(False)
+        self._birth: socket.socket | None = birth
+        self._ready_fd, ready = os.pipe()
+        os.set_blocking(self._ready_fd, False)
+        log_fd = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._theirs = [theirs.detach(), self._order(), log_fd, ready]
+
+    def _order(self) -> int:
+        """Return the descriptor of a file in memory with the order."""
+        arguments = service_arguments(self._place, self._topology)
+        order = Order(self._place.module, arguments, self._environment, os.getcwd(), list(self._given))
+        with open(os.memfd_create("order"), "wb", closefd=False) as file:
+            file.write(msgspec.json.encode(order))
+            file.flush()
+            file.seek(0)
+            return file.fileno()
+
+    def send(self, channel: socket.socket, message: bytes) -> None:
+        """Ask the server behind `channel` for the fork. Raises `OSError`."""
+        self._server.adopts(self, True)
+        socket.send_fds(channel, [message], [*self._theirs, *self._given.values()])
+        self._close_theirs()  # so that the end of all other copies is noticed
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def alive(self) -> bool:
+        return self.poll() is None
+
+    def ready_report(self) -> dict[str, Any] | None:
+        """Return the report of readiness, or None."""
+        self.look()
+        return self._process.ready_report() if self._process is not None else None
+
+    def poll(self) -> int | None:
+        """Return the exit status once the service has ended, or None."""
+        self.look()
+        return self._process.poll() if self._process is not None else self._status
+
+    def join(self) -> int:
+        """Block until the service has ended, and return its exit status."""
+        self.look(FORK_S)
+        assert self._process is not None
+        return self._process.join()
+
+    def terminate(self) -> None:
+        """Ask the service to end."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill the service and its process group."""
+        self._end(signal.SIGKILL)
+
+    def _end(self, number: signal.Signals) -> None:
+        self.look()
+        if self._process is None:
+            self._signal = number
+        elif number == signal.SIGKILL:
+            self._process.kill()
+        else:
+            self._process.terminate()
+
+    def look(self, limit_s: float = 0.0) -> None:
+        """Take over the fork if it introduces itself within the limit. If it has ended before, start a fresh
+        process."""
+        if self._birth is None:
+            return
+        try:
+            self._birth.settimeout(limit_s)
+            said = self._birth.recv(32)
+        except (BlockingIOError, TimeoutError):
+            return
+        except OSError:
+            said = b""
+        if not said:
+            return self.start_fresh()
+        self._process = ChildProcess.adopted(int(said), self._ready_fd)
+        with suppress(OSError):  # the fork has just ended
+            if self._signal:
+                os.kill(self._process.pid, self._signal)
+            else:
+                self._birth.send(GO)
+        self._forget()
+
+    def start_fresh(self) -> None:
+        """Start a fresh process, unless the service was asked to end. If there can be none now, the service
+        counts as ended for a cause that may pass."""
+        environment = self._environment | {name: str(fd) for name, fd in self._given.items()}
+        passed = list(self._given.values())
+        try:
+            if self._signal:
+                self._status = -self._signal
+            else:
+                self._process = start_service(self._place, self._topology, self._output, environment, passed)
+        except OSError as error:
+            log.warning("no process can be started", service=self._place.name, error=str(error))
+            self._status = os.EX_TEMPFAIL
+        os.close(self._ready_fd)
+        self._forget()
+
+    def close(self) -> None:
+        """Close the descriptors. May be called again."""
+        if self._birth is not None:  # nobody answers the fork, so it ends
+            os.close(self._ready_fd)
+            self._forget()
+        if self._process is not None:
+            self._process.close()
+
+    def _forget(self) -> None:
+        """Close what only the birth needs."""
+        self._server.adopts(self, False)
+        if self._birth is not None:
+            self._birth.close()
+            self._birth = None
+        self._close_theirs()
+        while self._given:
+            os.close(self._given.popitem()[1])
+
+    def _close_theirs(self) -> None:
+        while self._theirs:
+            os.close(self._theirs.pop())
