@@ -83,8 +83,9 @@ class Supervisor:
     """Runs the services of one job.
 
     `metrics_port` is the port of this process's own metrics, 0 for none. `records` is the run's log, to which
-    services write through the supervisor. Without it, evaluators start with the other services. With a `launcher`, processes may run on other hosts and read files
-    of this host. Without it, they are forks of `forks`, if that is given."""
+    services write through the supervisor; without it, evaluators start with the other services. With a
+    `launcher`, processes may run on other hosts and read files of this host. Without it, they are forks of
+    `forks`, if that is given."""
 
     def __init__(
         self,

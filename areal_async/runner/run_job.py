@@ -170,8 +170,9 @@ def run_job(
 ) -> RunResult:
     """Run `job`, or resume its run. Return once all its processes have exited. Call it in the main thread.
     Without a `cluster`, all processes run here. Messages that show a command include `cluster_file` in it.
-    With `inline`, all roles run in this process, and their errors are raised unchanged. Otherwise the
-    services of this machine are forks of `forks`, which is closed at the end, or of a server of this run. Raises `ConfigError` if the machine cannot run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`."""
+    With `inline`, all roles run in this process, and their errors are raised unchanged. Otherwise services of
+    this machine are forks of `forks`, which is closed at the end, or of a new server. Raises `ConfigError` if
+    the machine cannot run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`."""
     console = console or RunConsole()
     raise_file_limit()
     check_start(job, modules=modules, cluster=cluster, inline=inline)

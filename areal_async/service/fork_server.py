@@ -148,10 +148,10 @@ def _serve_as(fds: Sequence[int], middle: int, supervisor: int) -> NoReturn:
         _introduced(socket.socket(fileno=birth))
         with open(order_fd, "rb") as file:
             order = msgspec.json.decode(file.read(), type=Order)
-        kept = {name: fd for name, fd in zip(order.descriptors, given, strict=True)}
+        numbers = zip(order.descriptors, map(str, given), strict=True)
         keep_descriptors([ready, *given])
         arguments = [*order.arguments, "--ready-fd", str(ready)]
-        take_environment(order.environment | {name: str(fd) for name, fd in kept.items()})
+        take_environment(order.environment | dict(numbers))
         show_as([sys.executable, "-P", "-m", order.module, *arguments])
         os.chdir(order.folder)
         _have_own_state()
