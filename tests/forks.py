@@ -195,10 +195,11 @@ def _fork_services() -> None:
     forks.launch = functools.partial(_launched, ours)
 
 
-def _launched(helper: socket.socket, channel: socket.socket, *_: object) -> None:
-    """Have `helper` fork the server that listens to `channel`, instead of starting a process."""
-    socket.send_fds(helper, [b"serve"], [channel.fileno()])
-    helper.recv(1)
+def _launched(helper: socket.socket, channels: Sequence[socket.socket], *_: object) -> None:
+    """Have `helper` fork the servers that listen to `channels`, instead of starting a process."""
+    for channel in channels:
+        socket.send_fds(helper, [b"serve"], [channel.fileno()])
+        helper.recv(1)
 
 
 def _fork_servers(helper: socket.socket, supervisor: int) -> NoReturn:
@@ -230,7 +231,7 @@ def forked_services() -> Iterator[None]:
         return
     real_launch, real_init = forks.launch, LocalLauncher.__init__
     forks.launch = functools.partial(_launched, _light_helper())
-    server = forks.ForkServer((), {})
+    server = forks.ForkServer((), (), {})
 
     def init(self: LocalLauncher, *args: Any, forks: Any = None, **options: Any) -> None:
         real_init(self, *args, forks=forks or server, **options)

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,7 +37,7 @@ from areal_async.base.processes import (
 from areal_async.base.topology import Role, ServicePlace
 from areal_async.config.cluster import ClusterConfig
 from areal_async.config.job import JobConfig
-from areal_async.service.fork_server import GO, LOADED, MODULE, NOW, READY, ROOM, ROOM_BYTES, Order
+from areal_async.service.fork_server import FORK, GO, MODULE, READY, ROOM, ROOM_BYTES, Order
 
 LIGHT = ("areal_async.service.main", "replay_buffer.server", "reward_service.router", "reward_service.server")
 """Modules of buffer and reward service, which need no torch."""
@@ -50,11 +51,7 @@ HEAVY = (
     "trainer_service.main",
     "trainer_service.backends.fsdp.backend",
 )
-WORKERS = (
-    "rollout_service.service",
-    "rollout_service.engines.local.engine",
-    "reward_service.client",
-)
+WORKERS = ("rollout_service.service", "rollout_service.engines.local.engine", "reward_service.client")
 LIGHT_ROLES: frozenset[Role] = frozenset({"buffer", "reward"})
 FORK_S = 2.0  # Longest wait for a fork of a server that has done its imports
 PR_SET_CHILD_SUBREAPER = 36
@@ -62,18 +59,38 @@ PR_SET_CHILD_SUBREAPER = 36
 log = get_logger("supervisor")
 
 
-class ForkServer:
-    """Starts services as forks. Use it as a context, or call `begin` and `close`. `modules` are imported in
-    this order."""
+@dataclass
+class _Channel:
+    """The socket to a server. `close` ends the server."""
 
-    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._modules = modules
+    socket: socket.socket
+    is_loaded: bool = False
+
+    def look(self) -> str:
+        """Find out if the server has done its imports. Return why it is gone, or an empty text."""
+        while True:
+            try:
+                said = self.socket.recv(256)
+            except BlockingIOError:
+                return ""
+            except OSError as error:
+                return str(error)
+            if said != READY:
+                return said.decode() or "it has ended"
+            self.is_loaded = True
+
+
+class ForkServer:
+    """Starts services as forks. Use it as a context, or call `begin` and `close`. Its process imports the
+    `light` modules, then the `heavy` ones."""
+
+    def __init__(self, light: Sequence[str], heavy: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._modules = [*light, "--", *heavy]
         self._environment = environment
         self._deaths = Restarts(RestartPolicy(limit=3))
         self._given_up = False
         self._child: ChildProcess | None = None
-        self._channel: socket.socket | None = None
-        self._is_loaded = False
+        self._channels: list[_Channel] = []  # to the server, and to the light one
         self._unborn: set[int] = set()  # Services that this process must still adopt
 
     @classmethod
@@ -83,7 +100,7 @@ class ForkServer:
         environment = service_environment("", 1)
         for name in (RUN_VARIABLE, job.buffer.redis_login.password_env):
             environment.pop(name, None)
-        return cls((*LIGHT, *HEAVY, *WORKERS) if job.kind == "rl" else HEAVY, environment)
+        return cls(LIGHT, (*HEAVY, *(WORKERS if job.kind == "rl" else ())), environment)
 
     def __enter__(self) -> Self:
         self.begin()
@@ -94,13 +111,17 @@ class ForkServer:
 
     def begin(self) -> None:
         """Start the server, unless it runs or is given up."""
-        if self._channel is not None or self._given_up:
+        if self._channels or self._given_up:
             return
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._child = launch(theirs, self._modules, self._environment)
-        ours.setblocking(False)
-        self._channel, self._is_loaded = ours, False
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+        for ours, _ in pairs:
+            ours.setblocking(False)
+        self._channels = [_Channel(ours) for ours, _ in pairs]
+        try:
+            self._child = launch([theirs for _, theirs in pairs], self._modules, self._environment)
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
 
     def start(
         self,
@@ -113,18 +134,18 @@ class ForkServer:
         """Start a service. The keys of `descriptors` are the environment variables that get their
         numbers."""
         service = StartedService(self, place, topology, output, environment, descriptors)
-        message = NOW if place.role in LIGHT_ROLES else LOADED
         for _ in range(2):  # a server that has died is replaced once
-            self._look()
+            self.look()
             self.begin()
-            if self._channel is None:
+            if not self._channels:
                 break
+            channel = self._channels[place.role in LIGHT_ROLES]
             try:
-                service.send(self._channel, message)
-            except OSError:
-                self._lost("it does not answer")
+                service.send(channel.socket)
+            except OSError as error:
+                self._lost(str(error))
                 continue
-            service.look(FORK_S if self._is_loaded else 0.0)
+            service.look(FORK_S if channel.is_loaded else 0.0)
             return service
         service.start_fresh()
         return service
@@ -136,28 +157,19 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server. Its forks continue."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
+        while self._channels:
+            self._channels.pop().socket.close()
         child, self._child = self._child, None
         if child is not None:
             child.kill()
             child.join()
             child.close()
 
-    def _look(self) -> None:
-        """Find out if the server has done its imports, or has ended."""
-        while self._channel is not None:
-            try:
-                said = self._channel.recv(256)
-            except BlockingIOError:
-                return
-            except OSError:
-                said = b""
-            if said != READY:
-                self._lost(said.decode() or "it has ended")
-                return
-            self._is_loaded = True
+    def look(self) -> None:
+        """Find out if the server has ended."""
+        for channel in self._channels:
+            if why := channel.look():
+                return self._lost(why)
 
     def _lost(self, why: str) -> None:
         self.close()
@@ -172,16 +184,17 @@ def fork_server_of(job: JobConfig, cluster: ClusterConfig | None = None) -> Fork
 
 
 def launch(
-    channel: socket.socket, modules: Sequence[str], environment: Mapping[str, str]
+    channels: Sequence[socket.socket], modules: Sequence[str], environment: Mapping[str, str]
 ) -> ChildProcess | None:
-    """Start the process of a server that listens to `channel`."""
-    command = [sys.executable, "-P", "-m", MODULE, str(channel.fileno()), str(os.getpid()), " " * ROOM_BYTES]
+    """Start the process of a server that listens to these channels, the second one for its light part."""
+    fds = [channel.fileno() for channel in channels]
+    arguments = [str(os.getpid()), *map(str, fds), " " * ROOM_BYTES, *modules]
     # Native libraries start the threads of their pools at import, unless these have one thread.
     single = {"OPENBLAS_NUM_THREADS": "1", ROOM: " " * ROOM_BYTES}
     return ChildProcess(
-        [*command, *modules],
+        [sys.executable, "-P", "-m", MODULE, *arguments],
         environment={**environment, **single},
-        pass_fds=[channel.fileno()],
+        pass_fds=fds,
         on_orphaned="kill",
     )
 
@@ -223,10 +236,10 @@ class StartedService:
             file.seek(0)
             return file.fileno()
 
-    def send(self, channel: socket.socket, message: bytes) -> None:
+    def send(self, channel: socket.socket) -> None:
         """Ask the server behind `channel` for the fork. Raises `OSError`."""
         self._server.adopts(self, True)
-        socket.send_fds(channel, [message], [*self._theirs, *self._given.values()])
+        socket.send_fds(channel, [FORK], [*self._theirs, *self._given.values()])
         self._close_theirs()  # so that the end of all other copies is noticed
 
     @property

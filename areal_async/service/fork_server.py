@@ -1,9 +1,12 @@
 """The fork server: a process that has imported what the services of a run share. Services are its forks.
 
 Most of the time of a start is the import of torch and transformers. The server imports them once, and its
-forks share the memory of the imported modules. A fork copies locks but not the threads that hold them.
-Therefore the server has one thread, and it computes nothing, because a computation starts the threads of
-native libraries. It checks this before each fork, and ends if it has a second thread.
+forks share the memory of the imported modules. Before that it forks a second server, the *light* one, for
+services without torch. These start earlier and take less memory.
+
+A fork copies locks but not the threads that hold them. Therefore a server has one thread, and it computes
+nothing, because a computation starts the threads of native libraries. It checks this before each fork, and
+ends if it has a second thread.
 
 The supervisor sends descriptors over a socket that only both have. Among them is a file with the `Order`. The
 server does not read that file, so that its memory, which later forks inherit, never has a service's secrets.
@@ -15,12 +18,12 @@ Promises:
 - A fork has the environment, the command line, the descriptors, the session, the working folder and the
   number of threads of a fresh process. It shares no state of random generators with other forks.
 - A fork ends at once, before it uses anything of the run, if the supervisor does not answer.
-- The server ends when the supervisor ends. Services do not depend on the server after their start.
+- The servers end when the supervisor ends. Services do not depend on them after their start.
 
-    python -P -m areal_async.service.fork_server SOCKET_FD SUPERVISOR_PID ROOM MODULE…
+    python -P -m areal_async.service.fork_server SUPERVISOR_PID FD LIGHT_FD ROOM MODULE… -- MODULE…
 
-ROOM is an argument of blanks, which reserves space for the command lines of services. The variable `ROOM`
-does the same for their environments."""
+The modules before `--` are those of the light server. ROOM is an argument of blanks, which reserves space for
+the command lines of services. The variable `ROOM` does the same for their environments."""
 
 from __future__ import annotations
 
@@ -46,8 +49,7 @@ MODULE = "areal_async.service.fork_server"
 ROOM = "AREAL_ASYNC_ROOM"
 ROOM_BYTES = 4096  # Space for a command line, and for variables that only services have
 READY, GO = b"ready", b"go"
-NOW, LOADED = b"now", b"loaded"
-"""The message that comes with descriptors: fork at once, or after all imports."""
+FORK = b"fork"
 MOST_FDS = 32
 PR_SET_PDEATHSIG = 1
 
@@ -78,40 +80,36 @@ def loading() -> Iterator[None]:
 
 
 def main() -> None:
-    """Serve the supervisor whose socket and process id are the arguments."""
-    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[4:])
-
-
-def serve(channel: socket.socket, supervisor: int, modules: Sequence[str] = ()) -> NoReturn:
-    """Import `modules`, and fork services until the supervisor closes its end. An order `NOW` is carried out
-    between two imports."""
-    waiting: list[list[int]] = []
+    """Serve the supervisor that the arguments name."""
+    supervisor, fd, light_fd, _, *modules = sys.argv[1:]
+    channel, light = (socket.socket(fileno=int(each)) for each in (fd, light_fd))
+    server, between = os.getpid(), modules.index("--")
     with loading():
-        channel.setblocking(False)
-        for module in modules:
-            importlib.import_module(module)
-            while order := _received(channel):
-                message, fds = order
-                if message == NOW:
-                    _fork(channel, supervisor, fds)
-                else:
-                    waiting.append(fds)
-        channel.setblocking(True)
+        _import(modules[:between])
+        is_light = os.fork() == 0
+        if not is_light:
+            _import(modules[between + 1 :])
+    if is_light:
+        die_with(server, signal.SIGKILL)
+        channel = light
+    else:
+        light.close()
+    serve(channel, int(supervisor))
+
+
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+
+
+def serve(channel: socket.socket, supervisor: int) -> NoReturn:
+    """Fork services until the supervisor closes its end."""
     channel.send(READY)
-    for fds in waiting:
+    while True:
+        message, fds, _, _ = socket.recv_fds(channel, len(FORK), MOST_FDS)
+        if not message:
+            os._exit(0)
         _fork(channel, supervisor, fds)
-    while order := _received(channel):
-        _fork(channel, supervisor, order[1])
-    os._exit(0)
-
-
-def _received(channel: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Return the next message and its descriptors; None if there is none, or if the supervisor has ended."""
-    try:
-        message, fds, _, _ = socket.recv_fds(channel, 16, MOST_FDS)
-    except BlockingIOError:
-        return None
-    return (message, fds) if message else None
 
 
 def _fork(channel: socket.socket, supervisor: int, fds: Sequence[int]) -> None:
