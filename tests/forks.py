@@ -30,7 +30,7 @@ from typing import IO, Any, NoReturn
 
 from areal_async.launch import forks
 from areal_async.launch.local_launcher import LocalLauncher
-from areal_async.service.fork_server import ROOM, die_with, serve, show_as, take_environment
+from areal_async.service.fork_server import READY, ROOM, die_with, serve, show_as, take_environment
 
 CLI = "areal_async.cli.main"
 CLEAN_VARIABLE = "AREAL_ASYNC_TEST_CLEAN_STARTS"
@@ -218,7 +218,8 @@ def _fork_servers(helper: socket.socket, supervisor: int) -> NoReturn:
                 serve(socket.socket(fileno=fds[0]), supervisor)
             finally:
                 os._exit(1)
-        os.close(fds[0])
+        with socket.socket(fileno=fds[0]) as channel:
+            channel.send(READY)
         helper.send(b".")
 
 

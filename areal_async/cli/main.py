@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -178,11 +178,9 @@ def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
         console.print(str(warning), markup=False, highlight=False)
 
 
-def _checked_job(
-    job_file: Path, overrides: Sequence[str] | None, on_read: Callable[[JobConfig], None] = lambda job: None
-) -> tuple[JobConfig, list[Mistake]]:
-    """Read and check a job file, and call `on_read` in between. Return the job and warnings about its files.
-    Raises `ConfigError`, whose text says if other checks are still to come."""
+def _checked_job(job_file: Path, overrides: Sequence[str] | None) -> tuple[JobConfig, list[Mistake]]:
+    """Read and check a job file. Return the job and warnings about its files. Raises `ConfigError`, whose
+    text says if other checks are still to come."""
     from areal_async.base.mistakes import WHOLE_FILE, ConfigError
     from areal_async.config.load import load_job
     from areal_async.launch.preflight import check_contents
@@ -195,7 +193,6 @@ def _checked_job(
             raise
         then = "More is checked once this is mended: your code, tokenizer, weights, prompts and servers."
         raise ConfigError(error.source, error.mistakes, then=then) from error
-    on_read(job)
     with progress("checking the job"):
         return job, check_contents(job, source=str(job_file))
 
@@ -215,17 +212,13 @@ def run(
 ) -> None:
     """Run a job until it is done, on this machine or on a Ray cluster that includes this machine."""
     with readable_errors(), ExitStack() as stack:
-        how: dict[str, Any] = {"plain": plain, "overwrite": overwrite}
+        if not (dry_run or inline or cluster):
+            from areal_async.launch.forks import prepared
 
-        def begin(job: JobConfig) -> None:
-            from areal_async.launch.forks import ForkServer
-
-            if not (dry_run or inline or cluster):  # its imports take as long as the checks
-                how["forks"] = stack.enter_context(ForkServer.for_job(job))
-
-        job, found = _checked_job(job_file, overrides, begin)
+            stack.enter_context(prepared())  # it imports while the job is checked
+        job, found = _checked_job(job_file, overrides)
         if not dry_run:
-            return _run(job, cluster, inline, as_json, found, **how)
+            return _run(job, cluster, inline, as_json, found, plain=plain, overwrite=overwrite)
         from areal_async.config.cluster import load_cluster
         from areal_async.runner.run_job import check_start
 

@@ -16,8 +16,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -35,8 +35,6 @@ from areal_async.base.processes import (
     start_service,
 )
 from areal_async.base.topology import Role, ServicePlace
-from areal_async.config.cluster import ClusterConfig
-from areal_async.config.job import JobConfig
 from areal_async.service.fork_server import FORK, GO, MODULE, READY, ROOM, ROOM_BYTES, Order
 
 LIGHT = ("areal_async.service.main", "replay_buffer.server", "reward_service.router", "reward_service.server")
@@ -50,8 +48,10 @@ HEAVY = (
     "transformers.models.auto.tokenization_auto",
     "trainer_service.main",
     "trainer_service.backends.fsdp.backend",
+    "rollout_service.service",
+    "rollout_service.engines.local.engine",
+    "reward_service.client",
 )
-WORKERS = ("rollout_service.service", "rollout_service.engines.local.engine", "reward_service.client")
 LIGHT_ROLES: frozenset[Role] = frozenset({"buffer", "reward"})
 FORK_S = 2.0  # Longest wait for a fork of a server that has done its imports
 PR_SET_CHILD_SUBREAPER = 36
@@ -94,13 +94,17 @@ class ForkServer:
         self._unborn: set[int] = set()  # Services that this process must still adopt
 
     @classmethod
-    def for_job(cls, job: JobConfig) -> Self:
-        """Return a server with the modules of the job's services. It does not know the buffer's password,
-        because the rewards of users run in its forks."""
+    def of_services(cls, secret: str = "") -> Self:
+        """Return a server with the modules of services. Rewards of users run in its forks, so it does not get
+        the environment variable `secret`."""
         environment = service_environment("", 1)
-        for name in (RUN_VARIABLE, job.buffer.redis_login.password_env):
+        for name in (RUN_VARIABLE, secret):
             environment.pop(name, None)
-        return cls(LIGHT, (*HEAVY, *(WORKERS if job.kind == "rl" else ())), environment)
+        return cls(LIGHT, HEAVY, environment)
+
+    def knows(self, variable: str) -> bool:
+        """Return whether the server has this environment variable."""
+        return variable in self._environment
 
     def __enter__(self) -> Self:
         self.begin()
@@ -135,10 +139,10 @@ class ForkServer:
         numbers."""
         service = StartedService(self, place, topology, output, environment, descriptors)
         for _ in range(2):  # a server that has died is replaced once
-            self.look()
             self.begin()
+            self.look()
             if not self._channels:
-                break
+                continue
             channel = self._channels[place.role in LIGHT_ROLES]
             try:
                 service.send(channel.socket)
@@ -178,9 +182,28 @@ class ForkServer:
         log.warning(f"the fork server is gone: {why}; {then}")
 
 
-def fork_server_of(job: JobConfig, cluster: ClusterConfig | None = None) -> ForkServer | None:
-    """Return a server, not begun yet, for a job that runs on this machine; None for a job on a cluster."""
-    return ForkServer.for_job(job) if cluster is None or cluster.launcher == "local" else None
+_prepared: list[ForkServer] = []
+
+
+@contextmanager
+def prepared() -> Iterator[None]:
+    """Start a server now, for the next run of this process. It ends with that run, or with the context."""
+    with ForkServer.of_services() as server:
+        _prepared.append(server)
+        try:
+            yield
+        finally:
+            _prepared.clear()
+
+
+def fork_server(secret: str) -> ForkServer:
+    """Return a server without the environment variable `secret`: the prepared one, or one to begin."""
+    if _prepared:
+        server = _prepared.pop()
+        if not server.knows(secret):
+            return server
+        server.close()
+    return ForkServer.of_services(secret)
 
 
 def launch(

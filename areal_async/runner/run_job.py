@@ -42,7 +42,7 @@ from areal_async.config.content import materialise, store_url
 from areal_async.config.job import JobConfig
 from areal_async.launch.aggregator import DropReport, RunStatus, StatusAggregator
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
-from areal_async.launch.forks import ForkServer, fork_server_of
+from areal_async.launch.forks import ForkServer, fork_server
 from areal_async.launch.inline import InlineRun
 from areal_async.launch.launcher import Launcher
 from areal_async.launch.lifecycle import Ending
@@ -166,13 +166,11 @@ def run_job(
     cluster: ClusterConfig | None = None,
     cluster_file: Path | None = None,
     inline: bool = False,
-    forks: ForkServer | None = None,
 ) -> RunResult:
     """Run `job`, or resume its run. Return once all its processes have exited. Call it in the main thread.
     Without a `cluster`, all processes run here. Messages that show a command include `cluster_file` in it.
-    With `inline`, all roles run in this process, and their errors are raised unchanged. Otherwise services of
-    this machine are forks of `forks`, which is closed at the end, or of a new server. Raises `ConfigError` if
-    the machine cannot run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`."""
+    With `inline`, all roles run in this process, and their errors are raised unchanged. Raises `ConfigError`
+    if the machine cannot run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`."""
     console = console or RunConsole()
     raise_file_limit()
     check_start(job, modules=modules, cluster=cluster, inline=inline)
@@ -183,8 +181,8 @@ def run_job(
     lines = PlainLines(console, policy=job.policy)
     are_shown = inline or plain or not console.is_terminal
     by = f" --cluster {cluster_file}" if cluster_file is not None else ""
-    if forks is None and not inline:
-        forks = fork_server_of(job, cluster)
+    is_here = not inline and (cluster is None or cluster.launcher == "local")
+    forks = fork_server(job.buffer.redis_login.password_env) if is_here else None
 
     def on_line(line: bytes) -> None:
         if are_shown:
