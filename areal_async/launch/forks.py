@@ -46,6 +46,7 @@ HEAVY = (
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen2.modeling_qwen2",
     "trainer_service.main",
     "trainer_service.backends.fsdp.backend",
     "rollout_service.service",
@@ -114,7 +115,7 @@ class ForkServer:
         self.close()
 
     def begin(self) -> None:
-        """Start the server, unless it runs or is given up."""
+        """Start the server, unless it runs, is given up, or cannot be started now."""
         if self._channels or self._given_up:
             return
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
@@ -123,6 +124,8 @@ class ForkServer:
         self._channels = [_Channel(ours) for ours, _ in pairs]
         try:
             self._child = launch([theirs for _, theirs in pairs], self._modules, self._environment)
+        except OSError as error:
+            self._lost(str(error))
         finally:
             for _, theirs in pairs:
                 theirs.close()
@@ -252,7 +255,7 @@ class StartedService:
     def _order(self) -> int:
         """Return the descriptor of a file in memory with the order."""
         arguments = service_arguments(self._place, self._topology)
-        order = Order(self._place.module, arguments, self._environment, os.getcwd(), list(self._given))
+        order = Order(self._place.module, arguments, self._environment, list(self._given))
         with open(os.memfd_create("order"), "wb", closefd=False) as file:
             file.write(msgspec.json.encode(order))
             file.flush()

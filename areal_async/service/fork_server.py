@@ -61,7 +61,6 @@ class Order(msgspec.Struct, frozen=True):
     arguments: list[str]
     environment: dict[str, str]
     """The whole environment. If it is too long to be shown to other processes, they see its beginning."""
-    folder: str
     descriptors: list[str]
     """Environment variables that get the numbers of the last received descriptors, in order."""
 
@@ -151,7 +150,6 @@ def _serve_as(fds: Sequence[int], middle: int, supervisor: int) -> NoReturn:
         arguments = [*order.arguments, "--ready-fd", str(ready)]
         take_environment(order.environment | dict(numbers))
         show_as([sys.executable, "-P", "-m", order.module, *arguments])
-        os.chdir(order.folder)
         _have_own_state()
         sys.argv = [order.module, *arguments]
         runpy.run_module(order.module, run_name="__main__", alter_sys=True)
