@@ -35,7 +35,7 @@ from areal_async.base.processes import (
     start_service,
 )
 from areal_async.base.topology import Role, ServicePlace
-from areal_async.service.fork_server import FORK, GO, MODULE, READY, ROOM, ROOM_BYTES, Order
+from areal_async.service.fork_server import FORK, GO, MODULE, READY, ROOM, ROOM_BYTES, Modules, Order
 
 LIGHT = ("areal_async.service.main", "replay_buffer.server", "reward_service.router", "reward_service.server")
 """Modules of buffer and reward service, which need no torch."""
@@ -86,7 +86,7 @@ class ForkServer:
     `light` modules, then the `heavy` ones."""
 
     def __init__(self, light: Sequence[str], heavy: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._modules = [*light, "--", *heavy]
+        self._modules = Modules(light, heavy)
         self._environment = environment
         self._deaths = Restarts(RestartPolicy(limit=3))
         self._given_up = False
@@ -210,16 +210,17 @@ def fork_server(secret: str) -> ForkServer:
 
 
 def launch(
-    channels: Sequence[socket.socket], modules: Sequence[str], environment: Mapping[str, str]
+    channels: Sequence[socket.socket], modules: Modules, environment: Mapping[str, str]
 ) -> ChildProcess | None:
     """Start the process of a server that listens to these channels, the second one for its light part."""
     fds = [channel.fileno() for channel in channels]
-    arguments = [str(os.getpid()), *map(str, fds), " " * ROOM_BYTES, *modules]
+    arguments = [str(os.getpid()), *map(str, fds), " " * ROOM_BYTES]
     # Native libraries start the threads of their pools at import, unless these have one thread.
     single = {"OPENBLAS_NUM_THREADS": "1", ROOM: " " * ROOM_BYTES}
     return ChildProcess(
         [sys.executable, "-P", "-m", MODULE, *arguments],
         environment={**environment, **single},
+        given=msgspec.json.encode(modules),
         pass_fds=fds,
         on_orphaned="kill",
     )

@@ -20,10 +20,10 @@ Promises:
 - A fork ends at once, before it uses anything of the run, if the supervisor does not answer.
 - The servers end when the supervisor ends. Services do not depend on them after their start.
 
-    python -P -m areal_async.service.fork_server SUPERVISOR_PID FD LIGHT_FD ROOM MODULE… -- MODULE…
+    python -P -m areal_async.service.fork_server SUPERVISOR_PID FD LIGHT_FD ROOM
 
-The modules before `--` are those of the light server. ROOM is an argument of blanks, which reserves space for
-the command lines of services. The variable `ROOM` does the same for their environments."""
+The standard input has the `Modules`. ROOM is an argument of blanks, which reserves space for the command
+lines of services. The variable `ROOM` does the same for their environments."""
 
 from __future__ import annotations
 
@@ -54,6 +54,13 @@ MOST_FDS = 32
 PR_SET_PDEATHSIG = 1
 
 
+class Modules(msgspec.Struct, frozen=True):
+    """Modules to import, in order: those of the light server, then those of the server."""
+
+    light: Sequence[str]
+    heavy: Sequence[str]
+
+
 class Order(msgspec.Struct, frozen=True):
     """The service that a fork must become."""
 
@@ -80,14 +87,15 @@ def loading() -> Iterator[None]:
 
 def main() -> None:
     """Serve the supervisor that the arguments name."""
-    supervisor, fd, light_fd, _, *modules = sys.argv[1:]
+    supervisor, fd, light_fd, _ = sys.argv[1:]
+    modules = msgspec.json.decode(sys.stdin.buffer.read(), type=Modules)
     channel, light = (socket.socket(fileno=int(each)) for each in (fd, light_fd))
-    server, between = os.getpid(), modules.index("--")
+    server = os.getpid()
     with loading():
-        _import(modules[:between])
+        _import(modules.light)
         is_light = os.fork() == 0
         if not is_light:
-            _import(modules[between + 1 :])
+            _import(modules.heavy)
     if is_light:
         die_with(server, signal.SIGKILL)
         channel = light
