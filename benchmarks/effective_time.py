@@ -1,7 +1,7 @@
 """Effective training time under random kills: what share of the wall time went into steps that count.
 
     python benchmarks/effective_time.py [--steps 40] [--every 20] [--seed 0] [--noise] [--out FILE.json]
-        [--set checkpoint.in_memory=false supervisor.spare_after_s=null …]
+        [--set checkpoint.in_memory=false …]
 
 One job, run from the command line again and again: undisturbed; with SIGKILL of rollout worker, reward
 service, buffer and Redis at random times; with SIGKILL of the trainer at such times; of any of all these;
@@ -143,7 +143,7 @@ def prepare(folder: Path, groups: int, *, noise: bool) -> Path:
         },
         "evaluation": {"sampling": {"max_new_tokens": 6}},
         "observe": {"metrics_port": 0},
-        "supervisor": {"restarts": 100, "spare_after_s": 3},
+        "supervisor": {"restarts": 100},
     }
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job), encoding="utf-8")

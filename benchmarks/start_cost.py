@@ -1,25 +1,29 @@
-"""CPU-seconds of a whole job from its command to its first trained step, by process.
+"""Seconds, CPU-seconds and memory of a whole job from its command to its first trained step, by process.
 
-    python -m benchmarks.start_cost [--runs 3] [--engine local] [--out benchmarks/results/start_cost.json]
+    python -m benchmarks.start_cost [--runs 3] [--steps 60] [--engine local]
+        [--out benchmarks/results/start_cost.json]
 
-Once with clean starts, as a user's, and once with services that are forked as the tests fork them. The job
-is the quickstart's RL job on its random model: buffer with Redis, reward service, one worker on the
-chosen engine, evaluator, trainer; no spare processes. A process's seconds include those of its children that
-have exited. A server of SGLang or vLLM is called `server` and left out of the totals. `validate` is timed on
-the same job: first with an empty cache, then again."""
+The job is the quickstart's RL job on its random model: buffer with Redis, reward service, one worker on the
+chosen engine, evaluator, trainer. Its services are forks of a fork server, as a user's are. A process's
+CPU-seconds include those of its children that have exited. Memory is the proportional set size (PSS), which
+counts shared pages once; its peak is of all processes together, up to `--steps` trained steps. A server of
+SGLang or vLLM is called `server` and left out of the totals. `validate` is timed on the same job: first with
+an empty cache, then again. Measure on an idle machine."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +31,13 @@ import psutil
 import yaml
 
 from areal_async.cli.quickstart.main import prepare
-from areal_async.service.record import read_run_log
-from tests.forks import CLEAN_VARIABLE, start_command
+from areal_async.service.fork_server import MODULE
 
 CLI = ("-m", "areal_async.cli.main")
-FIRST_STEP_LIMIT_S = 600.0
+LIMIT_S = 900.0
+LOOK_S = 0.5  # Time between two looks at the memory, which cost some milliseconds
+BEFORE = {"first_step_s": 18.2, "cpu_s": 25.5, "peak_pss_mib": 1595}
+"""Figures of the same job when every service was started by command and did its own imports."""
 JOB_NAME = "start-cost"
 SERVER = "server"
 ENGINES = Path(__file__).parents[1] / ".engines"
@@ -42,6 +48,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60, help="steps over which memory is watched")
     parser.add_argument("--engine", default="local", help="local, sglang or vllm")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -49,14 +56,14 @@ def main() -> None:
         job = write_job(Path(folder), options.engine)
         environment = os.environ | {"AREAL_ASYNC_CACHE": f"{folder}/cache"}
         validations = [timed_validation(job, environment) for _ in range(3)]
-        clean = [until_first_step(job, environment | {CLEAN_VARIABLE: "1"}) for _ in range(options.runs)]
-        start_command(["--version"]).wait()  # the fork server has done its imports
-        forked = [until_first_step(job, environment) for _ in range(options.runs)]
+        runs = [measured_run(job, options.steps, environment) for _ in range(options.runs)]
     found = {
         "command": " ".join(["python -m benchmarks.start_cost", *sys.argv[1:]]),
         "cores": len(os.sched_getaffinity(0)),
-        "clean": summed(clean),
-        "forked": summed(forked),
+        "before": BEFORE,
+        "first_step_s": [round(run.first_step_s, 1) for run in runs],
+        "cpu_s": summed([run.cpu_s for run in runs]),
+        "peak_pss_mib": summed([run.pss_mib for run in runs]),
         "validate_first": validations[0],
         "validate_again": validations[-1],
     }
@@ -67,13 +74,11 @@ def main() -> None:
 
 
 def summed(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return the total of each run and the median of each process, in CPU-seconds."""
+    """Return the total of each run and the median of each process."""
     names = sorted({name for run in runs for name in run})
     return {
-        "total_cpu_s": [round(sum(run.values()) - run.get(SERVER, 0.0), 1) for run in runs],
-        "median_cpu_s": {
-            name: round(statistics.median(run.get(name, 0.0) for run in runs), 2) for name in names
-        },
+        "totals": [round(sum(run.values()) - run.get(SERVER, 0.0), 1) for run in runs],
+        "medians": {name: round(statistics.median(run.get(name, 0.0) for run in runs), 2) for name in names},
     }
 
 
@@ -86,7 +91,7 @@ def write_job(folder: Path, engine: str) -> Path:
         "run_dir": ".",
     }
     job["rollout"] |= {"engine": engine}
-    job |= {"observe": {"metrics_port": 0}, "supervisor": {"spare_after_s": None}}
+    job |= {"observe": {"metrics_port": 0}}
     path = folder / f"{JOB_NAME}.yaml"
     path.write_text(yaml.safe_dump(job))
     return path
@@ -105,46 +110,73 @@ def timed_validation(job: Path, environment: Mapping[str, str]) -> dict[str, flo
     return {"wall_s": round(wall_s, 2), "cpu_s": round(usage.ru_utime + usage.ru_stime, 2)}
 
 
-def until_first_step(job: Path, environment: Mapping[str, str]) -> dict[str, float]:
-    """Run the job up to its first step; return the CPU-seconds of each process by then."""
-    folder = job.parent / JOB_NAME
-    with open(os.devnull, "wb") as nothing:
-        process = start_command(["run", job, "--plain", "--overwrite"], nothing.fileno(), **environment)
-    deadline_s = time.monotonic() + FIRST_STEP_LIMIT_S
-    begun = time.time()
+@dataclass
+class Measured:
+    """One run: the time of its first step, CPU-seconds by process at that time, and memory by process at the
+    peak of all together."""
+
+    first_step_s: float = 0.0
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    pss_mib: dict[str, float] = field(default_factory=dict)
+
+
+def measured_run(job: Path, steps: int, environment: Mapping[str, str]) -> Measured:
+    """Run the job for so many steps."""
+    found, log = Measured(), job.parent / JOB_NAME / "metrics.jsonl"
+    shutil.rmtree(log.parent, ignore_errors=True)
+    begun_s = looked_s = time.monotonic()
+    process = psutil.Popen(
+        [sys.executable, *CLI, "run", str(job), "--plain"],
+        env=dict(environment),
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
-        while not _stepped(folder / "metrics.jsonl", begun):
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise SystemExit("the job trained no step")
+        while (trained := _steps(log)) < steps:
+            if process.poll() is not None or time.monotonic() > begun_s + LIMIT_S:
+                raise SystemExit(f"the job trained {trained} of {steps} steps")
+            if trained and not found.cpu_s:
+                found.first_step_s, found.cpu_s = time.monotonic() - begun_s, _by_name(process, _cpu_s)
+            if time.monotonic() - looked_s >= LOOK_S:
+                looked_s, sizes = time.monotonic(), _by_name(process, _pss_mib)
+                found.pss_mib = max(found.pss_mib, sizes, key=lambda each: sum(each.values()))
             time.sleep(0.02)
-        return _cpu_seconds(psutil.Process(process.pid))
     finally:
         process.terminate()
         process.wait()
+    return found
 
 
-def _stepped(path: Path, since: float) -> bool:
-    """Return whether the run log, written since `since` (Unix seconds), has a step."""
-    with suppress(OSError, ValueError):
-        if path.stat().st_mtime >= since:
-            return any(record["kind"] == "step" for record in read_run_log(path))
-    return False
+def _steps(path: Path) -> int:
+    """Return the number of steps in a run log."""
+    return path.read_bytes().count(b'"kind":"step"') if path.exists() else 0
 
 
-def _cpu_seconds(root: psutil.Process) -> dict[str, float]:
-    """Return the CPU-seconds of each process below `root` by name, those of exited children with their
-    parent."""
-    seconds: dict[str, float] = {}
+def _cpu_s(process: psutil.Process) -> float:
+    return float(sum(process.cpu_times()[:4]))
+
+
+def _pss_mib(process: psutil.Process) -> float:
+    with suppress(OSError):
+        for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def _by_name(root: psutil.Process, figure: Callable[[psutil.Process], float]) -> dict[str, float]:
+    """Return the figure of each process from `root` on. Processes of the same name are added up."""
+    figures: dict[str, float] = {}
 
     def add(process: psutil.Process, parent: str) -> None:
         with suppress(psutil.Error):
-            name, times = _name(process, parent), process.cpu_times()
-            seconds[name] = seconds.get(name, 0.0) + sum(times[:4])
+            name = _name(process, parent)
+            figures[name] = figures.get(name, 0.0) + figure(process)
             for child in process.children():
                 add(child, name)
 
     add(root, "")
-    return seconds
+    return figures
 
 
 def _name(process: psutil.Process, parent: str) -> str:
@@ -154,6 +186,8 @@ def _name(process: psutil.Process, parent: str) -> str:
         return "supervisor"
     if parent == SERVER or ENGINES.as_posix() in " ".join(command):
         return SERVER
+    if MODULE in command:
+        return "fork server"
     if "--name" in command:
         return str(command[command.index("--name") + 1])
     return process.name()

@@ -1,6 +1,6 @@
 """`python -m rollout_service --context FILE --name rollout-0`: one rollout worker of a run."""
 
-from areal_async.service.spare_process import loading
+from areal_async.service.fork_server import loading
 
 if __name__ == "__main__":
     with loading():

@@ -1,27 +1,20 @@
 """Commands and services of tests as forks of a process that has done the imports.
 
-A clean start of a job spends some twenty CPU-seconds on imports. Here a fork server, one for each test
-process, imports torch, transformers and the product once; it has one thread and computes nothing.
-`ForkedCommand` forks `areal-async` from it. Such a command forks a helper before it starts a thread, and that
-helper forks the services of the job, first starts and restarts alike:
+A clean start of a job spends some ten CPU-seconds on imports. Here a fork server, one for each test process,
+imports torch, transformers and the product once; it has one thread and computes nothing. `ForkedCommand`
+forks `areal-async` from it. Such a command forks a helper before it starts a thread, and the fork server of
+its run (`areal_async/launch/forks.py`) is a fork of that helper instead of a process of its own:
 
-    test process ── fork server ── areal-async run ── helper
+    test process ── fork server ── areal-async run ── helper ── fork server of the run
                                         └── services
 
-A service is a child of the supervisor, as it is in a clean start: its parent has died, so the kernel hands it
-to the supervisor, which is marked as a subreaper. Its command line, environment, process group, descriptors
-and the signal that it gets when the supervisor dies are those of a clean start as well. Jobs with spare
-processes, and all that is not started by the local launcher, start cleanly."""
+All else is as in a clean start. What is not started by the local launcher starts cleanly."""
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import fcntl
 import functools
-import gc
 import importlib
-import json
 import multiprocessing
 import os
 import runpy
@@ -30,12 +23,14 @@ import socket
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import forkserver, reduction
-from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
+
+from areal_async.launch import forks
+from areal_async.launch.local_launcher import LocalLauncher
+from areal_async.service.fork_server import READY, ROOM, die_with, serve, show_as, take_environment
 
 CLI = "areal_async.cli.main"
 CLEAN_VARIABLE = "AREAL_ASYNC_TEST_CLEAN_STARTS"
@@ -66,11 +61,8 @@ PRELOADED = (
 )
 LIGHT = ("areal_async.service.main", "areal_async.service.record", "areal_async.rpc.server")
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-ROOM = "AREAL_ASYNC_TEST_ROOM"
 ROOM_BYTES = 16 << 10
 """Room in the fork server's memory for the environment of a fork, as other processes see it."""
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-ORDER_BYTES = 1 << 18
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(list(PRELOADED))
@@ -179,8 +171,8 @@ def _run_command(arguments: list[str], environment: dict[str, str], output: int,
     os.dup2(output, 2)
     os.close(output)
     os.chdir(folder)
-    _take_environment(environment)
-    _show_as([sys.executable, "-m", CLI, *arguments])
+    take_environment(environment)
+    show_as([sys.executable, "-m", CLI, *arguments])
     _reopen_streams()
     _fork_services()
     sys.argv = ["areal-async", *arguments]
@@ -188,58 +180,69 @@ def _run_command(arguments: list[str], environment: dict[str, str], output: int,
 
 
 def _fork_services() -> None:
-    """Let the local launcher of this process fork its services, from a helper that is forked here and now."""
+    """Let the fork servers of this process be forks of a helper that is forked here and now."""
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"the fork server has {threads} threads: a module that it imports starts one")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = os.getpid()
-    _libc().prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if os.fork() == 0:
         ours.close()
-        _die_with(command, signal.SIGKILL)
-        _serve_orders(theirs, command)
+        os.setsid()
+        die_with(command, signal.SIGKILL)
+        _fork_servers(theirs, command)
     theirs.close()
+    forks.launch = functools.partial(_launched, ours)
 
-    _start_by(ours)
+
+def _launched(helper: socket.socket, channels: Sequence[socket.socket], *_: object) -> None:
+    """Have `helper` fork the servers that listen to `channels`, instead of starting a process."""
+    for channel in channels:
+        socket.send_fds(helper, [b"serve"], [channel.fileno()])
+        helper.recv(1)
 
 
-def _start_by(helper: socket.socket, *, beside_spares: bool = False) -> type[Any]:
-    """Let the local launcher of this process have its services forked by `helper`; return what it used to
-    start them with. With `beside_spares` also those of a job with spare processes, if no spare is ready."""
-    from areal_async.launch import local_launcher as here
-    from areal_async.launch.spares import Spares
-
-    class ForkedStarts(Spares):
-        """Forks each service."""
-
-        def take(self, place, topology, output, environment, descriptors):  # type: ignore[no-untyped-def]
-            spare = super().take(place, topology, output, environment, descriptors)
-            if spare is not None or (self.after_s is not None and not beside_spares):
-                return spare
-            return _ForkedService(helper, place, topology, output, environment, descriptors)
-
-    before, here.Spares = here.Spares, ForkedStarts  # type: ignore[misc]
-    return before
+def _fork_servers(helper: socket.socket, supervisor: int) -> NoReturn:
+    """Fork a server for each received socket, until the supervisor ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    this = os.getpid()
+    while True:
+        message, fds, _, _ = socket.recv_fds(helper, 16, 1)
+        if not message:
+            os._exit(0)
+        if os.fork() == 0:
+            try:
+                helper.close()
+                die_with(this, signal.SIGKILL)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                serve(socket.socket(fileno=fds[0]), supervisor)
+            finally:
+                os._exit(1)
+        with socket.socket(fileno=fds[0]) as channel:
+            channel.send(READY)
+        helper.send(b".")
 
 
 @contextmanager
 def forked_services() -> Iterator[None]:
-    """Let the local launcher of this process fork its services meanwhile, from a process that has imported
+    """Let the local launchers of this process fork their services meanwhile, from a process that has imported
     what stand-ins of services need: no torch."""
-    from areal_async.launch import local_launcher as here
-
     if os.environ.get(CLEAN_VARIABLE):
         yield
         return
-    helper = _light_helper()
-    _libc().prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    before = _start_by(helper, beside_spares=True)
+    real_launch, real_init = forks.launch, LocalLauncher.__init__
+    forks.launch = functools.partial(_launched, _light_helper())
+    server = forks.ForkServer((), (), {})
+
+    def init(self: LocalLauncher, *args: Any, forks: Any = None, **options: Any) -> None:
+        real_init(self, *args, forks=forks or server, **options)
+
+    LocalLauncher.__init__ = init  # type: ignore[method-assign]
     try:
         yield
     finally:
-        here.Spares = before  # type: ignore[misc]
-        _libc().prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        server.close()
+        forks.launch, LocalLauncher.__init__ = real_launch, real_init  # type: ignore[method-assign]
 
 
 @functools.cache
@@ -256,139 +259,11 @@ def _light_helper() -> socket.socket:
     return ours
 
 
-def serve_process(orders: int, process: int) -> None:
+def serve_process(helper: int, process: int) -> None:
     """Fork services for this process from now on."""
     for module in LIGHT:
         importlib.import_module(module)
-    _serve_orders(socket.socket(fileno=orders), process)
-
-
-class _ForkedService:
-    """A forked service: what the launcher uses of `ChildProcess`."""
-
-    def __init__(
-        self,
-        helper: socket.socket,
-        place: Any,
-        topology: Path,
-        output: Path,
-        environment: Mapping[str, str],
-        descriptors: Mapping[str, int],
-    ) -> None:
-        from areal_async.base.processes import service_arguments
-
-        self._status: int | None = None
-        self._line = b""
-        self._ready_fd, ready = os.pipe()
-        os.set_blocking(self._ready_fd, False)
-        log = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        order = {
-            "module": place.module,
-            "arguments": service_arguments(place, topology),
-            "environment": dict(environment),
-            "descriptors": list(descriptors),
-        }
-        try:
-            socket.send_fds(helper, [json.dumps(order).encode()], [log, ready, *descriptors.values()])
-            self.pid = int(helper.recv(32))
-        finally:
-            os.close(log)
-            os.close(ready)
-
-    def ready_report(self) -> dict[str, Any] | None:
-        with suppress(BlockingIOError):
-            self._line += os.read(self._ready_fd, 4096)
-        line, newline, _ = self._line.partition(b"\n")
-        return json.loads(line) if newline else None
-
-    def poll(self) -> int | None:
-        if self._status is None:
-            over = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if over is not None:
-                self.kill()
-                self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self._status
-
-    @property
-    def alive(self) -> bool:
-        return self.poll() is None
-
-    def terminate(self) -> None:
-        if self._status is None:
-            os.kill(self.pid, signal.SIGTERM)
-
-    def kill(self) -> None:
-        if self._status is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        fd, self._ready_fd = self._ready_fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
-# --- in the helper of the command, and in the forks of services ------------------------------------------
-
-
-def _serve_orders(orders: socket.socket, command: int) -> None:
-    """Fork a service for each order, until the command has closed its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while True:
-        data, fds, _, _ = socket.recv_fds(orders, ORDER_BYTES, 16)
-        if not data:
-            os._exit(0)
-        read_fd, write_fd = os.pipe()
-        if (middle := os.fork()) == 0:
-            # Its parent ends at once, so that the kernel makes it a child of the command.
-            if (service := os.fork()) == 0:
-                try:
-                    _become_service(json.loads(data), fds, command)
-                finally:
-                    os._exit(1)
-            os.write(write_fd, str(service).encode())
-            os._exit(0)
-        os.waitpid(middle, 0)
-        orders.send(os.read(read_fd, 32))
-        for fd in (read_fd, write_fd, *fds):
-            os.close(fd)
-
-
-def _become_service(order: Mapping[str, Any], fds: Sequence[int], command: int) -> None:
-    while os.getppid() != command:
-        if os.getppid() == 1:
-            os._exit(1)
-        time.sleep(0.0002)
-    os.setsid()
-    _die_with(command, signal.SIGTERM)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    output, ready, *given = fds
-    null = os.open(os.devnull, os.O_RDONLY)
-    for number, fd in enumerate((null, output, output)):
-        os.dup2(fd, number)
-    kept = sorted({0, 1, 2, ready, *given})
-    for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
-        os.closerange(low + 1, high)
-    _take_environment(order["environment"] | dict(zip(order["descriptors"], map(str, given), strict=True)))
-    arguments = [*order["arguments"], "--ready-fd", str(ready)]
-    _show_as([sys.executable, "-P", "-m", order["module"], *arguments])
-    _reopen_streams()
-    faulthandler.enable()
-    gc.freeze()
-    sys.argv = [order["module"], *arguments]
-    folders = order["environment"].get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [folder for folder in folders if folder and folder not in sys.path]
-    runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
-
-
-def _die_with(parent: int, number: int) -> None:
-    _libc().prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+    _fork_servers(socket.socket(fileno=helper), process)
 
 
 def _reopen_streams() -> None:
@@ -396,36 +271,3 @@ def _reopen_streams() -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False, buffering=1)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
-
-
-def _take_environment(environment: Mapping[str, str]) -> None:
-    """Have this environment, for ourselves and for who reads /proc: a run's processes are known by it."""
-    os.environ.clear()
-    os.environ.update(environment)
-    begin, end = MEMORY[1]
-    text = b""
-    for name, value in environment.items():
-        word = f"{name}={value}\0".encode()
-        if name != ROOM and len(text) + len(word) < end - begin:
-            text += word
-    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
-
-
-def _show_as(command: Sequence[str]) -> None:
-    """Let the command line that other processes see be this one. Its memory does not end with a zero byte, so
-    the kernel shows the text up to the first one, as it does after setproctitle(3), and readers split it at
-    spaces."""
-    begin, end = MEMORY[0]
-    text = " ".join(command).encode()[: end - begin - 2] + b"\0"
-    ctypes.memmove(begin, text.ljust(end - begin, b"."), end - begin)
-
-
-def _memory() -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return where the command line and the environment of this process lie: [begin, end) of each."""
-    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()  # from the third on
-    arg_start, arg_end, env_start, env_end = map(int, fields[45:49])
-    return (arg_start, arg_end), (env_start, env_end)
-
-
-MEMORY = _memory()
-"""The ranges of the fork server, which its forks inherit."""

@@ -71,7 +71,6 @@ class Workspace:
             },
             "checkpoint": {"every_steps": 1, "keep": 100},
             "observe": {"metrics_port": 0},
-            "supervisor": {"spare_after_s": None},
         }
         if evaluated:
             content["tasks"] = {"train": "train.jsonl", "evaluation": "held_out.jsonl"}
@@ -79,7 +78,7 @@ class Workspace:
         for key, value in changes.items():
             section, _, field = key.partition("__")
             if field:
-                content[section] = {**content[section], field: value}
+                content[section] = {**content.get(section, {}), field: value}
             else:
                 content[section] = value
         path = self.folder / f"{name}.yaml"

@@ -1,7 +1,7 @@
 """`python -m trainer_service`: the trainer, or one of its ranks, as a process of a run."""
 
+from areal_async.service.fork_server import loading
 from areal_async.service.rank_group import start_pulse
-from areal_async.service.spare_process import loading
 
 if __name__ == "__main__":
     start_pulse()  # before torch, which may take long to load

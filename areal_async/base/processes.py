@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import psutil
 
@@ -55,6 +55,13 @@ class ChildProcess:
     command does not exist, the child exits with status 127.
     """
 
+    pid: int
+    _popen: subprocess.Popen[bytes] | None = None  # None if another process started it
+    _ready_fd: int | None = None
+    _ready_line = b""
+    _status: int | None = None
+    _guard_kills = False
+
     def __init__(
         self,
         command: Sequence[str],
@@ -67,9 +74,6 @@ class ChildProcess:
         on_orphaned: OnOrphaned = "terminate",
         umask: int = -1,
     ) -> None:
-        self._ready_fd: int | None = None
-        self._ready_line = b""
-        self._status: int | None = None
         self._guard_kills = on_orphaned == "kill_all"
         ours: list[int] = []
         passed = list(pass_fds)
@@ -86,7 +90,7 @@ class ChildProcess:
                 passed.append(write_fd)
                 guarded += [ready_option, str(write_fd)]
             stream = subprocess.DEVNULL if output is None else output
-            self._popen = subprocess.Popen(
+            self._popen = popen = subprocess.Popen(
                 guarded,
                 stdin=subprocess.PIPE if given else subprocess.DEVNULL,
                 stdout=stream,
@@ -102,13 +106,21 @@ class ChildProcess:
         finally:
             for fd in ours:
                 os.close(fd)
-        self.pid = self._popen.pid
-        if self._popen.stdin is not None:
+        self.pid = popen.pid
+        if popen.stdin is not None:
             with (
                 suppress(BrokenPipeError),
-                self._popen.stdin as stdin,
+                popen.stdin as stdin,
             ):  # the child has exited; its output gives the reason
                 stdin.write(given)
+
+    @classmethod
+    def adopted(cls, pid: int, ready_fd: int) -> Self:
+        """Return a child that leads its session and that another process started. `ready_fd` is the pipe to
+        which it reports that it is ready."""
+        child = cls.__new__(cls)
+        child.pid, child._ready_fd = pid, ready_fd
+        return child
 
     def ready_report(self) -> dict[str, Any] | None:
         """Return the child's report once it is ready, or None. Never blocks."""
@@ -127,7 +139,10 @@ class ChildProcess:
             over = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if over is not None:
                 self._kill_group()
-                self._status = self._popen.wait()
+                if self._popen is not None:
+                    self._status = self._popen.wait()
+                else:
+                    self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self._status
 
     @property

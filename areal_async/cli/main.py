@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -211,7 +211,11 @@ def run(
     as_json: Summary = False,
 ) -> None:
     """Run a job until it is done, on this machine or on a Ray cluster that includes this machine."""
-    with readable_errors():
+    with readable_errors(), ExitStack() as stack:
+        if not (dry_run or inline or cluster):
+            from areal_async.launch.forks import prepared
+
+            stack.enter_context(prepared())  # it imports while the job is checked
         job, found = _checked_job(job_file, overrides)
         if not dry_run:
             return _run(job, cluster, inline, as_json, found, plain=plain, overwrite=overwrite)

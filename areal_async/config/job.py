@@ -187,9 +187,6 @@ class SupervisorSection(Section):
     """Maximum pause before a restart, in seconds."""
     hang_s: float = Field(default=60.0, ge=5)
     """Seconds without a heartbeat until a process is killed and restarted."""
-    spare_after_s: float | None = Field(default=30.0, ge=0)
-    """Seconds of normal operation before spare processes start, one per trainer rank (about 0.4 GB each);
-    null means no spares."""
 
     def restart_policy(self) -> RestartPolicy:
         """Return the restart policy of the services."""

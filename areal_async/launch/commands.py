@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -75,6 +76,10 @@ class FleetChange:
     workers: list[str]
 
 
+class _Record(msgspec.Struct):
+    kind: str = ""
+
+
 class ControlSocket(ControlServer):
     """The socket's server. Call `start`, then `carry_out` in each round of the supervisor, then `stop`.
 
@@ -94,6 +99,8 @@ class ControlSocket(ControlServer):
         self._keys = keys
         self._buffer = Address(topology.buffer, "buffer")
         self._buffer_wait_s = buffer_wait_s
+        self.trained = threading.Event()
+        """Set once a trainer has recorded a step or its final model."""
         self._asked: queue.Queue[tuple[WorkersRequest, Future[FleetChange]]] = queue.Queue(MAX_ASKED)
         super().__init__(
             topology.control,
@@ -132,6 +139,8 @@ class ControlSocket(ControlServer):
             self._run_log.append(line)
         except OSError as error:
             raise FaultError("failed", str(error)) from error
+        if not self.trained.is_set() and msgspec.json.decode(line, type=_Record).kind in ("step", "model"):
+            self.trained.set()
         return Ok()
 
     async def _write_samples(self, peer: Peer, request: WriteSamples, attachments: list[memoryview]) -> Ok:

@@ -2,7 +2,8 @@
 
 Promises:
 
-- The buffer serves before any other service starts.
+- The buffer serves before any other service starts. With `evaluates_later`, an evaluator starts once a
+  trainer has trained its first step, or has ended.
 - A service that dies is restarted after the pause that `base/processes.py` decides. The other services
   continue.
 - The run ends with a reason that names the service in three cases: the service dies too often, a restart
@@ -119,6 +120,7 @@ class Lifecycle:
     begun_with: Sequence[ServicePlace]
     ready_limit_s: float
     restarts: RestartPolicy = NO_RESTARTS
+    evaluates_later: bool = False
     ending: Ending | None = None
     over: bool = False
     states: dict[str, ServiceState] = field(init=False)
@@ -149,7 +151,10 @@ class Lifecycle:
 
     def all_serve(self) -> bool:
         """Return whether every service serves now, or has finished."""
-        return all(state.phase in (Phase.SERVING, Phase.ENDED) for state in self.states.values())
+        return all(
+            state.phase in (Phase.SERVING, Phase.ENDED) or self._is_held(state)
+            for state in self.states.values()
+        )
 
     def begin(self, now_s: float) -> list[Action]:
         return self._start(awaited_first(self.services) or list(self.states), now_s)
@@ -159,10 +164,23 @@ class Lifecycle:
         if state.phase is Phase.STARTING:
             state.phase, state.served_s, state.unproven = Phase.SERVING, now_s, False
             state.served_before = True
+        return self._start_waiting(now_s)
+
+    def trained(self, now_s: float) -> list[Action]:
+        """Handle the end of the first step, or of the whole training if no step was left."""
+        self.evaluates_later = False
+        return self._start_waiting(now_s)
+
+    def _start_waiting(self, now_s: float) -> list[Action]:
         if self.stopping or any(not self._served(first) for first in awaited_first(self.services)):
             return []
-        waiting = [name for name, state in self.states.items() if state.phase is Phase.WAITING]
+        states = self.states.items()
+        waiting = [name for name, each in states if each.phase is Phase.WAITING and not self._is_held(each)]
         return self._start(waiting, now_s)
+
+    def _is_held(self, state: ServiceState) -> bool:
+        """Return whether the service is an evaluator that must not compete with the first step."""
+        return self.evaluates_later and state.place.role == "evaluator" and state.phase is Phase.WAITING
 
     def silent(self, name: str, now_s: float) -> list[Action]:
         """Kill a service that hangs, or a rank that other ranks reported as missing."""
@@ -192,7 +210,7 @@ class Lifecycle:
             return self._stop(Ending("finished"), now_s)
         if all(rank.phase is Phase.ENDED for rank in self._trainers()):
             self._last_one_deadline_s = now_s + LAST_ONE_LIMIT_S
-        return []
+        return self.trained(now_s) if state.place.role == "trainer" else []
 
     def join(self, place: ServicePlace, now_s: float) -> list[Action]:
         """Add a service to the running job. It starts as soon as the buffer serves."""

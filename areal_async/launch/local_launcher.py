@@ -1,4 +1,4 @@
-"""The launcher of one machine: child processes, spares, Unix sockets.
+"""The launcher of one machine: child processes, Unix sockets.
 
 Promises: the ranks of a trainer meet at a socket. Each start of the ranks has a new socket, bound before the
 first rank runs. A single rank has none. After `close`, no process of the run is left, not even a detached
@@ -23,9 +23,9 @@ from areal_async.base.processes import (
 from areal_async.base.topology import Role, ServicePlace, Topology
 from areal_async.config.job import JobConfig
 from areal_async.launch.folders import RunFolders
+from areal_async.launch.forks import ForkServer, StartedService
 from areal_async.launch.one_host import sweep_processes, topology_here
 from areal_async.launch.plan import name_is_held, thread_count, with_channel
-from areal_async.launch.spares import PRELOADED, Spares
 from areal_async.service.context import SERVED_VARIABLE
 from areal_async.service.rank_group import LISTENING_VARIABLE, MEETING_VARIABLE, PULSE_VARIABLE
 
@@ -37,12 +37,15 @@ BACKLOG = 1024  # Ranks that may connect at once
 class LocalChild:
     """A service on this machine, with its line (the pipe to its launcher)."""
 
-    def __init__(self, process: ChildProcess, line_fd: int) -> None:
-        self.pid = process.pid
+    def __init__(self, process: ChildProcess | StartedService, line_fd: int) -> None:
         self.ready_report, self.poll = process.ready_report, process.poll
         self.terminate, self.kill = process.terminate, process.kill
         self._process = process
         self._line_fd: int | None = line_fd
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def lost(self) -> str:
         return ""
@@ -83,18 +86,18 @@ class RankLines:
         logs: Path,
         environment: dict[str, str],
         pass_fds: Sequence[int] = (),
-        spares: Spares | None = None,
+        forks: ForkServer | None = None,
     ) -> LocalChild:
-        """Start a service with its lines, in a spare process if one is ready. Rank 0 must be started
+        """Start a service with its lines, as a fork if there is a fork server. Rank 0 must be started
         first."""
         variables, given, line_fd = self.prepare(place)
         environment |= variables
         log_path = logs / f"{place.name}.log"
         try:
-            process = None
-            if spares is not None:
-                process = spares.take(place, topology, log_path, environment, given)
-            if process is None:
+            process: ChildProcess | StartedService
+            if forks is not None:
+                process = forks.start(place, topology, log_path, environment, given)
+            else:
                 environment |= {variable: str(fd) for variable, fd in given.items()}
                 process = start_service(place, topology, log_path, environment, [*given.values(), *pass_fds])
         finally:
@@ -121,8 +124,8 @@ class RankLines:
 
 
 class LocalLauncher:
-    """Starts all processes on this machine, in the folders of a run. Processes
-    inherit the descriptors `pass_fds`."""
+    """Starts all processes on this machine, in the folders of a run, as forks of `forks` if it is given.
+    Without it, they inherit the descriptors `pass_fds`."""
 
     def __init__(
         self,
@@ -130,22 +133,16 @@ class LocalLauncher:
         folders: RunFolders,
         *,
         pass_fds: Sequence[int] = (),
+        forks: ForkServer | None = None,
     ) -> None:
         self._job = job
         self._folders = folders
         self._pass_fds = pass_fds
-        views = job.views
+        self._forks = forks
         self._lines = {  # Key "" has the only trainer and the services that belong to no policy
             name: RankLines(folders.host.loopback, several=job.of(name or job.policy).trainer.ranks > 1)
             for name in ("", *job.policies)
         }
-        self._spares = Spares(
-            most=max(view.trainer.ranks for view in views.values()),  # ranks die together
-            after_s=job.supervisor.spare_after_s,
-            environment=self._environment(job, "trainer"),
-            output=folders.logs / "spare.log",
-            modules=PRELOADED,
-        )
         self._children: dict[str, LocalChild] = {}
 
     def begin(self, job: JobConfig, services: list[ServicePlace]) -> list[ServicePlace]:
@@ -165,7 +162,7 @@ class LocalLauncher:
         if served_before:
             environment[SERVED_VARIABLE] = "1"
         child = self._children[place.name] = self._lines[place.policy].start(
-            place, self._folders.topology, self._folders.logs, environment, self._pass_fds, self._spares
+            place, self._folders.topology, self._folders.logs, environment, self._pass_fds, self._forks
         )
         return child
 
@@ -181,12 +178,10 @@ class LocalLauncher:
         return topology
 
     def tend(self, now_s: float, *, calm: bool) -> list[ServicePlace]:
-        self._spares.tend(now_s, calm=calm)
         return []
 
     def close(self) -> None:
-        """End every process: the services, their detached processes, and the spares."""
-        self._spares.close()
+        """End every process: the services and their detached processes."""
         for child in self._children.values():
             child.kill()
 

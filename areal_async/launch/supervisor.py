@@ -36,6 +36,7 @@ from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
 from areal_async.launch.commands import ControlSocket, FleetChange, LeavingWorker, WorkersRequest
 from areal_async.launch.folders import RunFolders
+from areal_async.launch.forks import ForkServer
 from areal_async.launch.home_files import HomeFilesServer
 from areal_async.launch.launcher import Child, Launcher
 from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase, in_order_of_cause
@@ -82,8 +83,9 @@ class Supervisor:
     """Runs the services of one job.
 
     `metrics_port` is the port of this process's own metrics, 0 for none. `records` is the run's log, to which
-    services write through the supervisor. With a `launcher`, processes may run on other hosts and read files
-    of this host."""
+    services write through the supervisor; without it, evaluators start with the other services. With a
+    `launcher`, processes may run on other hosts and read files of this host. Without it, they are forks of
+    `forks`, if that is given."""
 
     def __init__(
         self,
@@ -91,6 +93,7 @@ class Supervisor:
         folders: RunFolders,
         *,
         launcher: Launcher | None = None,
+        forks: ForkServer | None = None,
         records: RunLog | None = None,
         modules: Mapping[Role, str] = MODULES,
         metrics_port: int = 0,
@@ -99,9 +102,10 @@ class Supervisor:
         files = HomeFilesServer(folders.run_dir, job) if launcher is not None else None
         self.job = job
         self.folders = folders
-        self._launcher = launcher or LocalLauncher(job, folders)
+        self._launcher = launcher or LocalLauncher(job, folders, forks=forks)
         services = self._launcher.begin(job, services_of(job, modules))
-        self.lifecycle = Lifecycle(services, ready_limit_s(job), job.supervisor.restart_policy())
+        policy = job.supervisor.restart_policy()
+        self.lifecycle = Lifecycle(services, ready_limit_s(job), policy, evaluates_later=records is not None)
         self.topology = self._publish()
         """Places of all services. Any thread may read the attribute; updates replace the whole object."""
         self.children: dict[str, Child] = {}
@@ -162,6 +166,8 @@ class Supervisor:
         for name in self._lines.look(time.monotonic()):
             self._apply(self.lifecycle.silent(name, time.monotonic()))
         self._apply(self.lifecycle.tick(time.monotonic()))
+        if self.lifecycle.evaluates_later and self._socket.trained.is_set():
+            self._apply(self.lifecycle.trained(time.monotonic()))
         self._socket.carry_out(self._change_workers)
         if not self.lifecycle.stopping:
             moved = self._launcher.tend(time.monotonic(), calm=self.lifecycle.all_serve())

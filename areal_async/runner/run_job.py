@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from areal_async.config.content import materialise, store_url
 from areal_async.config.job import JobConfig
 from areal_async.launch.aggregator import DropReport, RunStatus, StatusAggregator
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
+from areal_async.launch.forks import ForkServer, fork_server
 from areal_async.launch.inline import InlineRun
 from areal_async.launch.launcher import Launcher
 from areal_async.launch.lifecycle import Ending
@@ -180,6 +181,8 @@ def run_job(
     lines = PlainLines(console, policy=job.policy)
     are_shown = inline or plain or not console.is_terminal
     by = f" --cluster {cluster_file}" if cluster_file is not None else ""
+    is_here = not inline and (cluster is None or cluster.launcher == "local")
+    forks = fork_server(job.buffer.redis_login.password_env) if is_here else None
 
     def on_line(line: bytes) -> None:
         if are_shown:
@@ -189,6 +192,7 @@ def run_job(
 
     try:
         with (
+            forks or nullcontext(),
             private_files(),
             mirrored(job, run_dir, overwrite=overwrite, resume=resume),
             _logged_to(folders.logs / f"{'inline' if inline else 'supervisor'}.log", job),
@@ -206,7 +210,7 @@ def run_job(
                 result = _run_inline(life)
             else:
                 view = open_view(console, lines if are_shown else None)
-                result = _run(life, _launcher(cluster, folders, console), modules, view)
+                result = _run(life, _launcher(cluster, folders, console), forks, modules, view)
     finally:
         close_events()
         folders.release()
@@ -217,6 +221,7 @@ def run_job(
 def _run(
     life: _Life,
     launcher: Launcher | None,
+    forks: ForkServer | None,
     modules: Mapping[Role, str],
     view: AbstractContextManager[Callable[[RunStatus], None]],
 ) -> RunResult:
@@ -238,6 +243,7 @@ def _run(
         job,
         life.folders,
         launcher=launcher,
+        forks=forks,
         records=run_log,
         modules=modules,
         metrics_port=life.port,

@@ -7,7 +7,7 @@ import gc
 import sys
 from pathlib import Path
 
-from areal_async.service.spare_process import loading
+from areal_async.service.fork_server import loading
 
 if __name__ == "__main__":
     with loading():

@@ -30,7 +30,6 @@ import psutil
 from hostile_http import Subject, free_port, listens, many_files, send_malformed, until
 
 from areal_async.rpc.secret import CHUNKS, Access, RunSecret
-from areal_async.service.spare_process import MODULE as SPARE
 from tests.chaos.history import Verdict
 from tests.chaos.job import Job, JobFailed, write_job
 from tests.chaos.plan import Disturbance
@@ -139,8 +138,6 @@ class Flood:
         processes = [*processes_of(record["run_id"]), psutil.Process(self.rewards.process.pid)]
         faces = list(self._faces(Path(record["socket_dir"]), processes[:-1]))
         names = {process: named(process) for process in processes}
-        # A spare has no socket, and may be loading what a service needs just then.
-        names = {process: name for process, name in names.items() if not name.startswith(SPARE)}
         sizes = [sizes_of(names)]
         self._round(faces, self.messages // 10, self.connections)
         sizes.append(sizes_of(names))

@@ -36,7 +36,7 @@ DUET_ROLES = [
 
 def write_job(folder: Path, name: str, *, steps: int, seed: int, durability: str, **changes: Any) -> Path:
     """A job file in `folder`, with a model, tasks and a reward beside it; `changes` as in `Workspace.job`."""
-    pauses = {"spare_after_s": None, "window_s": 20, "first_pause_s": 0.1, "longest_pause_s": 0.5}
+    pauses = {"window_s": 20, "first_pause_s": 0.1, "longest_pause_s": 0.5}
     settings = {
         "rollout__workers": 2,
         "rollout__max_concurrent": 16,

@@ -39,8 +39,6 @@ from tests.scrape import fetch_samples
 from tests.waiting import LIMIT_S
 
 TOUGH = {"ready_s": 600, "restarts": 10, "first_pause_s": 0.1}
-CALM = {"spare_after_s": None}
-"""No spare process is prepared: on few cores its imports take time from the job."""
 
 
 # --- asynchronous and synchronous ----------------------------------------------------------------------
@@ -161,7 +159,7 @@ def two_policies(workspace: Workspace) -> Any:
         policies={"coder": {"model": "model"}, "tester": tester},
         trainer__steps=DUET_STEPS["coder"],
         observe={"metrics_port": 0, "event_log": True},
-        supervisor=TOUGH | CALM,
+        supervisor=TOUGH,
     )
     with started(workspace, "run", job_file) as job:
         for number, (policy, other) in enumerate((("coder", "tester"), ("tester", "coder")), 1):
@@ -360,7 +358,7 @@ def survivor(workspace: Workspace) -> Any:
         trainer__steps=SURVIVOR_STEPS,
         checkpoint={"every_steps": 6, "keep": 2},
         observe={"metrics_port": 0, "event_log": True, "stall_s": 3},
-        supervisor=TOUGH | CALM | {"restarts": 1},
+        supervisor=TOUGH | {"restarts": 1},
     )
     with started(workspace, "run", job_file) as job:
         job.wait_for_steps(2)

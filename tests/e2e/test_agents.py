@@ -20,7 +20,6 @@ from trainer_service.data.recording import read_step
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-CALM = "supervisor.spare_after_s=null"  # nothing is to die
 QUICK = ["trainer.record_batches=true", "buffer.batch_groups=4"]
 
 
@@ -34,7 +33,7 @@ class Agents:
 
 
 def run(job_file, *words):
-    told_by("run", job_file, "--plain", "observe.metrics_port=0", CALM, *words)
+    told_by("run", job_file, "--plain", "observe.metrics_port=0", *words)
     return job_file.parents[1]
 
 

@@ -8,21 +8,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from areal_async.service.fork_server import MODULE
 from tests.forks import CLEAN_VARIABLE
 
 pytestmark = pytest.mark.slow
-
-TORCH = {"trainer", "rollout-0", "evaluator"}
 
 
 def loads_torch(process: psutil.Process) -> bool:
     return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
 
 
-def test_processes_start_cleanly_without_torch_where_there_are_no_tensors_and_are_started_again(
-    workspace, running
-):
-    changes = {"trainer__steps": 12, "supervisor": {"spare_after_s": 0, "first_pause_s": 0.1}}
+def test_services_are_forks_that_are_started_again_also_if_the_fork_server_is_killed(workspace, running):
+    changes = {"trainer__steps": 12, "supervisor": {"first_pause_s": 0.1}}
     job_file = workspace.job("clean", evaluated=True, **changes)
     with running("run", job_file, **{CLEAN_VARIABLE: "1"}) as job:
         job.wait_for_steps(2)
@@ -30,9 +27,11 @@ def test_processes_start_cleanly_without_torch_where_there_are_no_tensors_and_ar
         services = {name: job.service(name) for name in names}
         supervisor = psutil.Process(job.process.pid)
         assert {process.ppid() for process in services.values()} == {supervisor.pid}
-        assert {name for name, process in services.items() if loads_torch(process)} == TORCH
-        assert not loads_torch(supervisor)
-        for name in ("trainer", "buffer"):
+        assert not any(map(loads_torch, (supervisor, services["buffer"], services["reward"])))
+        for name in ("trainer", "buffer", "reward"):
+            (server,) = (each for each in supervisor.children() if MODULE in each.cmdline())
+            if name == "buffer":
+                server.kill()
             services[name].send_signal(signal.SIGKILL)
             job.wait_for(lambda name=name: started_again(job, name, services[name]), f"another {name}")
         run = job.end()

@@ -23,7 +23,7 @@ def test_a_job_on_ranks_of_megatron_outlives_each_of_them(tmp_path):
         trainer__steps=8,
         trainer__record_batches=False,
         checkpoint={"every_steps": 2, "keep": 2},
-        supervisor={"ready_s": 600, "restarts": 10, "first_pause_s": 0.1, "spare_after_s": None},
+        supervisor={"ready_s": 600, "restarts": 10, "first_pause_s": 0.1},
     )
     with started(workspace, "run", job_file) as job:
         for victim in ("trainer-1", "trainer"):

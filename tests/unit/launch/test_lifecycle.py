@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_async.base.processes import RestartPolicy
 from areal_async.launch.lifecycle import LAST_ONE_LIMIT_S, STOP_LIMIT_S, Action, Ending, Lifecycle, Phase
 from tests.unit.launch.launching import NAMES, PLACES, serving
 
@@ -26,6 +27,46 @@ def test_the_buffer_serves_before_anything_else_starts():
     for name in OTHERS:
         assert life.ready(name, 3.0) == []
     assert life.all_serve()
+
+
+def test_an_evaluator_starts_once_a_step_is_trained_and_the_others_do_not_wait_for_it():
+    life = Lifecycle(PLACES, 60.0, evaluates_later=True)
+    life.begin(0.0)
+    others = [name for name in OTHERS if name != "evaluator"]
+    assert names(life.ready("buffer", 1.0), "start") == others
+    for name in others:
+        assert life.ready(name, 2.0) == []
+    assert life.all_serve()
+    assert life.tick(1000.0) == [], "it may wait for long"
+    assert life.trained(1001.0) == [Action("start", "evaluator")]
+    assert not life.all_serve()
+    assert life.trained(1002.0) == []
+    assert life.ready("evaluator", 1003.0) == []
+    assert life.all_serve()
+
+
+def test_an_evaluator_starts_if_no_step_was_left_and_not_while_the_buffer_is_away():
+    life = Lifecycle(PLACES, 60.0, RestartPolicy(limit=3), evaluates_later=True)
+    life.begin(0.0)
+    for name in NAMES:
+        life.ready(name, 1.0)
+    life.exited("buffer", -9, 20.0)
+    assert life.exited("trainer", 0, 20.0) == []
+    assert life.tick(20.0) == [Action("start", "buffer")]
+    assert life.ready("buffer", 21.0) == [Action("start", "evaluator")]
+    life.ready("evaluator", 22.0)
+    assert not life.stopping
+    life.exited("evaluator", 0, 23.0)
+    assert life.ending == Ending("finished")
+
+
+def test_an_evaluator_that_was_not_started_does_not_hold_up_a_stop():
+    life = Lifecycle(PLACES, 60.0, evaluates_later=True)
+    life.begin(0.0)
+    for name in NAMES:
+        life.ready(name, 1.0)
+    assert "evaluator" not in names(life.interrupt(2.0), "terminate")
+    assert life.trained(2.1) == []
 
 
 def test_the_job_is_done_when_trainer_and_evaluator_are():

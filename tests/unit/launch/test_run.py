@@ -48,6 +48,19 @@ def test_a_run_leaves_all_that_was_promised(job, behave):
     assert not (job.run_dir / "prometheus" / "test.json").exists()
 
 
+def test_the_evaluator_starts_after_the_first_step(job, behave):
+    behave({"trainer": "trains", "evaluator": "counts the steps"})
+    job = changed(changed(job, "trainer", steps=5), "tasks", evaluation=job.tasks.train)
+    result, _ = run(job)
+    assert int((result.run_dir / "seen").read_text()) >= 1
+
+
+def test_the_evaluator_starts_if_there_is_no_step(job, behave):
+    behave({"trainer": "finishes", "evaluator": "counts the steps"})
+    result, _ = run(changed(job, "tasks", evaluation=job.tasks.train))
+    assert (result.run_dir / "seen").exists()
+
+
 def test_a_resumed_runs_summary_and_panel_cover_its_first_life_too(job, behave):
     folders = claim_folders(job, overwrite=False)
     with RunLog(folders.run_dir / "metrics.jsonl") as records:
