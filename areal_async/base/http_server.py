@@ -26,6 +26,7 @@ import socket
 import ssl
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -380,6 +381,8 @@ class Connection(H11Protocol):
         self.phase: Phase = "headers"
         self.since_s = time.monotonic()
         self.trusted = False  # whether it has got an answer other than a refusal
+        self.on_lost: Callable[[], object] | None = None
+        """Function to call when the connection is lost."""
         self.held_bytes = 0
         self._received_bytes = 0
         self._stuck_s: float | None = None  # since when the client receives less than the server sends
@@ -447,6 +450,8 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._server.closed(self)
+        if self.on_lost is not None:
+            self.on_lost()
 
     def data_received(self, data: bytes) -> None:
         if self.phase == "idle":

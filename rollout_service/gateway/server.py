@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from areal_async.base.http_server import (
     BodyTooLong,
+    Connection,
     HttpLimits,
     HttpServer,
     ServerFull,
@@ -39,10 +40,10 @@ from areal_async.rpc.schema import Ok
 from areal_async.rpc.server import Answer, Handler, Peer
 from rollout_service.gateway.access import GatewaySetup
 from rollout_service.gateway.conversation import ConversationTree
-from rollout_service.gateway.openai import DONE, ChatCall
+from rollout_service.gateway.openai import DONE, ChatBody, ChatCall, plain, read
 from rollout_service.gateway.recording import digest_of
 from rollout_service.gateway.requests import ENDED, ApiError, check_json, too_deep
-from rollout_service.gateway.session import AgentCalls, RunningCall
+from rollout_service.gateway.session import AgentCalls, Recorder, RunningCall
 from rollout_service.gateway.template import ChatTemplate
 
 REMEMBERED_KEYS = 4096  # Ended keys whose refusal still says that they ended
@@ -83,11 +84,12 @@ class Front:
     async def serve(self) -> None:
         """Serve until cancelled."""
         setup = self._setup
-        self._worker = setup.client("worker")
+        worker = setup.client("worker")
+        self._recorder = Recorder(worker)
         handlers: dict[type[Any], Handler] = {OpenSession: self._on_open, EndSession: self._on_end}
         handlers[ServeAgents] = self._on_serve
         orders = setup.server("gateway", handlers)
-        async with self._worker:
+        async with worker:
             await orders.start()
             try:
                 await asyncio.Event().wait()
@@ -104,10 +106,10 @@ class Front:
             if opened.episode not in self._trees:
                 trees = {policy: ConversationTree(template) for policy, template in self._templates.items()}
                 self._trees[opened.episode] = trees
-            trains, models = self._setup.trains, self._setup.models
+            trains, models, recorder = self._setup.trains, self._setup.models, self._recorder
             self._sessions[opened.key] = {
                 policy: AgentCalls(
-                    opened, tree, self._worker, self.section, policy, models[policy].max_model_len, trains
+                    opened, tree, recorder, self.section, policy, models[policy].max_model_len, trains
                 )
                 for policy, tree in self._trees[opened.episode].items()
             }
@@ -151,12 +153,12 @@ class Front:
         """Serve a call."""
         session, body = await self._read(request)
         asked = ChatCall(body, session.tree.template, self.section.max_calls)
-        running = session.start(next(self._numbers), asked)
-        gone = asyncio.ensure_future(_gone(request))
+        connection, running = connection_of(request), session.start(next(self._numbers), asked)
+        connection.on_lost = running.task.cancel
         try:
-            await _answered(request, send, gone, running)
+            await _answered(connection, send, running)
         finally:
-            gone.cancel()
+            connection.on_lost = None
             session.let_go(running)
 
     async def models(self, request: Request, send: Send) -> None:
@@ -176,11 +178,13 @@ class Front:
         reason = ENDED if name in self._ended else "no session has this API key"
         raise ApiError(401, reason if key else "an API key is needed", code="invalid_api_key")
 
-    async def _read(self, request: Request) -> tuple[AgentCalls, dict[str, Any]]:
+    async def _read(self, request: Request) -> tuple[AgentCalls, ChatBody]:
         session, limit = self._session(request), self.section.max_body_bytes
         try:
-            body = msgspec.json.decode(await read_body(request, limit))
-            check_json(body)
+            raw = await read_body(request, limit)
+            if (parsed := plain(raw)) is not None:
+                return session[policy_of([*session], parsed.model)], parsed
+            check_json(body := msgspec.json.decode(raw))
         except BodyTooLong:
             long = f"the request is longer than {limit} bytes (rollout.gateway.max_body_bytes)"
             raise ApiError(413, long, code="request_too_large") from None
@@ -193,7 +197,7 @@ class Front:
             raise ApiError(400, f"the body is not JSON that can be served: {error}") from error
         if not isinstance(body, dict):
             raise ApiError(400, "the body must be a JSON object")
-        return session[policy_of([*session], body.get("model"))], body
+        return session[policy_of([*session], body.get("model"))], read(body)
 
 
 async def _close(session: Mapping[str, AgentCalls]) -> None:
@@ -214,10 +218,10 @@ def policy_of(names: Sequence[str], model: object) -> str:
 # --- one call ----------------------------------------------------------------------------------------
 
 
-async def _answered(request: Request, send: Send, gone: asyncio.Future[None], running: RunningCall) -> None:
+async def _answered(connection: Connection, send: Send, running: RunningCall) -> None:
     """Send the answers of a call once all are complete, also if the client has requested a stream."""
-    await asyncio.wait((running.task, gone), return_when=asyncio.FIRST_COMPLETED)
-    if not running.task.done():
+    await asyncio.wait((running.task,))
+    if connection.transport.is_closing():
         return
     # The reply is encoded here, so that an answer that cannot be sent is not recorded.
     if running.task.cancelled():
@@ -228,7 +232,7 @@ async def _answered(request: Request, send: Send, gone: asyncio.Future[None], ru
     content = whole(prompt_tokens, made.choices)
     await send(_start(b"text/event-stream" if streamed else b"application/json"))
     await send(_part(content))
-    if await connection_of(request).delivered():
+    if await connection.delivered():
         await running.session.record(running)
     if streamed:
         await send(_part(DONE))
@@ -247,12 +251,6 @@ def _start(content_type: bytes) -> dict[str, Any]:
 
 def _part(content: bytes) -> dict[str, Any]:
     return {"type": "http.response.body", "body": content, "more_body": True}
-
-
-async def _gone(request: Request) -> None:
-    """Wait until the client has closed the connection. The body must have been read before."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def route(request: Request) -> str:

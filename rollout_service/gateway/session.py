@@ -16,14 +16,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_async.base.errors import WireError
+from areal_async.base.errors import FaultError, WireError
 from areal_async.config.rollout import GatewaySection
 from areal_async.models.answers import opens_thought
 from areal_async.rpc.client import Client
 from areal_async.rpc.gateway_messages import (
     DropCall,
     OpenSession,
-    RecordCall,
+    RecordCalls,
+    RecordedCall,
     Sample,
     SampledAnswer,
     SampleRefused,
@@ -67,13 +68,50 @@ class RunningCall:
     recorded: bool = False
 
 
+class Recorder:
+    """Sender of calls to record. Calls that end in the same turn of the event loop share a request, because
+    requests are a large part of the gateway's work."""
+
+    def __init__(self, worker: Client) -> None:
+        self.worker = worker
+        self._waiting: list[tuple[RecordedCall, asyncio.Future[None]]] = []
+        self._sending: set[asyncio.Task[None]] = set()
+
+    def record(self, call: RecordedCall) -> asyncio.Future[None]:
+        """Return a future that ends once the call is recorded, or with a `WireError`."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._send)
+        self._waiting.append((call, future := loop.create_future()))
+        return future
+
+    def _send(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self._sending.add(task := asyncio.ensure_future(self._sent(waiting)))
+        task.add_done_callback(self._sending.discard)
+
+    async def _sent(self, waiting: list[tuple[RecordedCall, asyncio.Future[None]]]) -> None:
+        reasons: dict[int, Exception] = {}
+        try:
+            reply = await self.worker.call(RecordCalls([call for call, _ in waiting]))
+            reasons = {place: FaultError("internal", why) for place, why in reply.reasons.items()}
+        except Exception as error:  # every waiter must hear of it
+            reasons = dict.fromkeys(range(len(waiting)), error)
+        for place, (_, future) in enumerate(waiting):
+            if not future.done():
+                if place in reasons:
+                    future.set_exception(reasons[place])
+                else:
+                    future.set_result(None)
+
+
 @dataclass(eq=False)
 class AgentCalls:
     """Calls of one key to one policy."""
 
     opened: OpenSession
     tree: ConversationTree
-    worker: Client
+    recorder: Recorder
     section: GatewaySection
     policy: str
     max_model_len: int
@@ -83,7 +121,8 @@ class AgentCalls:
         self._job_sampling = self.opened.sampling[self.policy]
         self._running, self._ended = 0, False  # Answers in progress; whether the key has ended
         self._calls: dict[RunningCall, None] = {}
-        self._recording: set[asyncio.Task[Any]] = set()
+        self.worker = self.recorder.worker
+        self._recording: set[asyncio.Future[Any]] = set()
 
     def start(self, number: int, asked: ChatCall) -> RunningCall:
         """Begin to answer the conversation `asked`. The caller must call `let_go` at the end. Raises
@@ -163,11 +202,14 @@ class AgentCalls:
             raise ApiError(503, f"the worker does not answer: {error}", code="engine_unavailable") from error
         if isinstance(reply, SampleRefused):
             raise ApiError(reply.status, reply.message, code=reply.code)
-        ends = np.cumsum([answer.units for answer in reply.answers])[:-1]
-        ids = np.split(np.frombuffer(attachments[0], np.int32), ends)
-        logprobs = np.split(np.frombuffer(attachments[1], np.float32), ends)
-        opened, answers = opens_thought(plan.given.text), zip(reply.answers, ids, logprobs, strict=True)
-        return GatewayCall(plan, tuple([await self._shown(asked, opened, *one) for one in answers]))
+        ids = np.frombuffer(attachments[0], np.int32)
+        logprobs = np.frombuffer(attachments[1], np.float32)
+        opened, choices, end = opens_thought(plan.given.text), list[SampledChoice](), 0
+        for answer in reply.answers:
+            begin, end = end, end + answer.units
+            own = (answer, ids[begin:end], logprobs[begin:end])
+            choices.append(await self._shown(asked, opened, *own))
+        return GatewayCall(plan, tuple(choices))
 
     def _sampling(self, asked: ChatCall) -> Sampling:
         """Return the sampling parameters of the answers, without seeds. Raises `ApiError` for values with
@@ -212,17 +254,17 @@ class AgentCalls:
         for index, choice in enumerate(made.choices):
             self.tree.remember(made.plan, (call.number, index), choice)
         responses = [choice.content for choice in made.choices]
-        sent = RecordCall(self.opened.key, call.number, made.plan.given.text, responses)
-        # In a task of its own, because a client that disconnects now has received its answer.
-        await asyncio.shield(self._keep(self.worker.call(sent)))
+        sent = RecordedCall(self.opened.key, call.number, made.plan.given.text, responses)
+        # A client that disconnects now has received its answer, so its call is recorded in any case.
+        await asyncio.shield(self._keep(self.recorder.record(sent)))
 
-    def _keep(self, work: Any) -> asyncio.Task[Any]:
+    def _keep(self, work: Any) -> asyncio.Future[Any]:
         task = asyncio.ensure_future(work)
         self._recording.add(task)
         task.add_done_callback(self._done)
         return task
 
-    def _done(self, task: asyncio.Task[Any]) -> None:
+    def _done(self, task: asyncio.Future[Any]) -> None:
         self._recording.discard(task)
         if not task.cancelled():
             task.exception()  # its waiter has the exception
