@@ -1,5 +1,5 @@
-"""The HTTP server of every service: metrics, gateway, rewards, sandbox. It is uvicorn's protocol on httptools, with
-limits.
+"""The HTTP server of every service: metrics, gateway, rewards, sandbox. It is uvicorn's protocol on
+httptools, with limits.
 
     server = HttpServer(app, listen(LOOPBACK, 0), HttpLimits(connections=64), name="metrics")
     server.start()
@@ -115,8 +115,13 @@ def listen(host: str, port: int, *, guarded: bool = False) -> socket.socket:
 
 def connection_of(request: Request) -> Connection:
     """Return the connection of a request."""
-    connection: Connection = request.state.connection
+    connection: Connection = request.scope["state"]["connection"]
     return connection
+
+
+def header_of(request: Request, name: bytes) -> str:
+    """Return a header, or an empty text. Much faster than `request.headers`. `name` is in lower case."""
+    return next((value.decode("latin-1") for key, value in request.scope["headers"] if key == name), "")
 
 
 async def read_body(request: Request, most_bytes: int) -> bytes:
@@ -124,7 +129,7 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
 
     Raises `BodyTooLong`, if possible from the declared length, and `ServerFull`.
     """
-    declared = request.headers.get("content-length", "")
+    declared = header_of(request, b"content-length")
     if declared.isdecimal() and int(declared) > most_bytes:
         raise BodyTooLong
     connection, body = connection_of(request), bytearray()
@@ -327,11 +332,9 @@ class HttpServer:
                 connection.trusted = connection.trusted or message["status"] < 400
             await send(message)
 
+        encodings = [value for name, value in scope["headers"] if name == b"transfer-encoding"]
         try:
-            if any(
-                name == b"transfer-encoding" and value.lower() != b"chunked"
-                for name, value in scope["headers"]
-            ):
+            if encodings and [one.lower() for one in encodings] != [b"chunked"]:
                 self.fault("request with an unknown transfer encoding")
                 text = "the only Transfer-Encoding served is chunked"
                 await PlainTextResponse(text, 501, CLOSE)(scope, receive, watched)

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,8 +28,7 @@ Root = Literal["new", "history", "template"]
 now renders recorded answers differently."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedAnswer:
+class RecordedAnswer(NamedTuple):
     """A recorded answer."""
 
     answer: tuple[int, int]
@@ -41,8 +40,7 @@ class RecordedAnswer:
     tool_ids: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CallPlan:
+class CallPlan(NamedTuple):
     """Ids that the engine must continue in one call, and their place in the episode."""
 
     ids: Ids
@@ -102,7 +100,9 @@ class ConversationTree:
 def chain(asked: Conversation) -> tuple[Key, ...]:
     """Return the key of each prefix of the conversation: before the first message, after the first message,
     and so on."""
-    start = canonical([asked.tools, asked.template]).encode(errors="surrogatepass")
+    start = b""
+    if asked.tools or asked.template:
+        start = canonical([asked.tools, asked.template]).encode(errors="surrogatepass")
     return tuple(accumulate(asked.messages, linked, initial=start))
 
 
@@ -110,10 +110,9 @@ def linked(before: Key, message: Message) -> Key:
     """Return the key of a prefix after it is extended by `message`. `before` is its key until then. White
     space around a text, the spelling of arguments and the ids of tool calls do not affect the key, because
     clients change them."""
-    calls = [
-        [call["function"]["name"], _arguments(call["function"]["arguments"])]
-        for call in message.get("tool_calls", ())
-    ]
+    calls = message.get("tool_calls") or ()
+    if calls:
+        calls = [[one["function"]["name"], _arguments(one["function"]["arguments"])] for one in calls]
     said = (message["role"], message["content"].strip(), calls, message.get("name"))
     return hashlib.blake2b(before + _encode(said), digest_size=16).digest()
 

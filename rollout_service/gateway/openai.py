@@ -198,7 +198,7 @@ class ChatCall:
 
 
 def plain(raw: bytes) -> ChatBody | None:
-    """Return the parsed body if it has only fields of `ChatBody`, none of them null. Return None for any other
+    """Return the parsed body if it has only fields of `ChatBody` and no nulls. Return None for any other
     body, also for an invalid one. Most bodies are plain, and this takes a third of the time of `read`."""
     try:
         body = _plain.decode(raw)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -65,8 +65,7 @@ class Conversation:
     """Further arguments of the template, such as `enable_thinking`."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledChoice:
+class SampledChoice(NamedTuple):
     """One answer: the content that the agent gets, and its sampled units."""
 
     content: str

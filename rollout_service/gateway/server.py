@@ -31,6 +31,7 @@ from areal_async.base.http_server import (
     HttpServer,
     ServerFull,
     connection_of,
+    header_of,
     read_body,
 )
 from areal_async.config.rollout import GatewaySection
@@ -66,6 +67,10 @@ class Front:
         self._templates = {
             policy: ChatTemplate(tokenizer, formats, end_ids(tokenizer, Path(models[policy].folder)))
             for policy, tokenizer in tokenizers.items()
+        }
+        self._served: dict[str, tuple[str, Any]] = {
+            "/v1/chat/completions": ("POST", self.call),
+            "/v1/models": ("GET", self.models),
         }
         self._sessions: dict[bytes, dict[str, AgentCalls]] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
@@ -136,11 +141,11 @@ class Front:
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. This is the ASGI application."""
         request = Request(scope, receive, send)
-        served = {"/v1/chat/completions": ("POST", self.call), "/v1/models": ("GET", self.models)}
-        method, page = served.get(scope["path"], ("", None))
+        method, page = self._served.get(scope["path"], ("", None))
         try:
             if page is None or request.method != method:
-                what = f"{request.method} {route(request)} is not served here; served are {', '.join(served)}"
+                what = f"{request.method} {route(request)} is not served here; served are "
+                what += ", ".join(self._served)
                 raise ApiError(404 if page is None else 405, what, code="not_found")
             await page(request, send)
         except ApiError as error:
@@ -170,7 +175,7 @@ class Front:
     def _session(self, request: Request) -> dict[str, AgentCalls]:
         """Return the session that belongs to a request's API key, as a mapping from policy to its calls.
         Raises `ApiError`."""
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        scheme, _, token = header_of(request, b"authorization").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else ""
         name = digest_of(key)
         if (session := self._sessions.get(name)) is not None:
@@ -220,13 +225,15 @@ def policy_of(names: Sequence[str], model: object) -> str:
 
 async def _answered(connection: Connection, send: Send, running: RunningCall) -> None:
     """Send the answers of a call once all are complete, also if the client has requested a stream."""
-    await asyncio.wait((running.task,))
-    if connection.transport.is_closing():
-        return
+    try:
+        made, asked = await running.task, running.asked
+    except asyncio.CancelledError:
+        if connection.transport.is_closing():
+            return
+        if running.session.ended:
+            raise ApiError(401, ENDED, code="invalid_api_key") from None
+        raise
     # The reply is encoded here, so that an answer that cannot be sent is not recorded.
-    if running.task.cancelled():
-        raise ApiError(401, ENDED, code="invalid_api_key")
-    made, asked = running.task.result(), running.asked
     streamed, prompt_tokens = asked.body.stream, len(made.plan.ids)
     whole = asked.events if streamed else asked.reply
     content = whole(prompt_tokens, made.choices)

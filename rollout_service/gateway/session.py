@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_async.base.errors import FaultError, WireError
+from areal_async.base.errors import FaultError, RpcTimeout, WireError
 from areal_async.config.rollout import GatewaySection
 from areal_async.models.answers import opens_thought
 from areal_async.rpc.client import Client
@@ -28,6 +28,7 @@ from areal_async.rpc.gateway_messages import (
     Sample,
     SampledAnswer,
     SampleRefused,
+    Unrecorded,
 )
 from areal_async.trajectory import Sampling
 from rollout_service.gateway.conversation import CallPlan, ConversationTree
@@ -46,11 +47,8 @@ from rollout_service.workflows.turns import SampledText
 
 Logprobs = npt.NDArray[np.float32]
 
-WORKER_GRACE_S = 30.0  # Seconds to wait for the worker's answer after a call's deadline
 
-
-@dataclass(frozen=True, slots=True)
-class GatewayCall:
+class GatewayCall(NamedTuple):
     """The answers of one call, with the plan of the call."""
 
     plan: CallPlan
@@ -74,35 +72,19 @@ class Recorder:
 
     def __init__(self, worker: Client) -> None:
         self.worker = worker
-        self._waiting: list[tuple[RecordedCall, asyncio.Future[None]]] = []
-        self._sending: set[asyncio.Task[None]] = set()
+        self._waiting: list[RecordedCall] = []
+        self._sending: asyncio.Task[Unrecorded] | None = None
 
-    def record(self, call: RecordedCall) -> asyncio.Future[None]:
-        """Return a future that ends once the call is recorded, or with a `WireError`."""
-        loop = asyncio.get_running_loop()
-        if not self._waiting:
-            loop.call_soon(self._send)
-        self._waiting.append((call, future := loop.create_future()))
-        return future
+    def add(self, call: RecordedCall) -> tuple[asyncio.Task[Unrecorded], int]:
+        """Return the request that will record the call, and the position of the call in it."""
+        if self._sending is None:
+            self._sending = asyncio.ensure_future(self._sent())
+        self._waiting.append(call)
+        return self._sending, len(self._waiting) - 1
 
-    def _send(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        self._sending.add(task := asyncio.ensure_future(self._sent(waiting)))
-        task.add_done_callback(self._sending.discard)
-
-    async def _sent(self, waiting: list[tuple[RecordedCall, asyncio.Future[None]]]) -> None:
-        reasons: dict[int, Exception] = {}
-        try:
-            reply = await self.worker.call(RecordCalls([call for call, _ in waiting]))
-            reasons = {place: FaultError("internal", why) for place, why in reply.reasons.items()}
-        except Exception as error:  # every waiter must hear of it
-            reasons = dict.fromkeys(range(len(waiting)), error)
-        for place, (_, future) in enumerate(waiting):
-            if not future.done():
-                if place in reasons:
-                    future.set_exception(reasons[place])
-                else:
-                    future.set_result(None)
+    async def _sent(self) -> Unrecorded:
+        calls, self._waiting, self._sending = self._waiting, [], None
+        return await self.worker.call(RecordCalls(calls))
 
 
 @dataclass(eq=False)
@@ -119,7 +101,7 @@ class AgentCalls:
 
     def __post_init__(self) -> None:
         self._job_sampling = self.opened.sampling[self.policy]
-        self._running, self._ended = 0, False  # Answers in progress; whether the key has ended
+        self._running, self.ended = 0, False  # Answers in progress; whether the key has ended
         self._calls: dict[RunningCall, None] = {}
         self.worker = self.recorder.worker
         self._recording: set[asyncio.Future[Any]] = set()
@@ -127,7 +109,7 @@ class AgentCalls:
     def start(self, number: int, asked: ChatCall) -> RunningCall:
         """Begin to answer the conversation `asked`. The caller must call `let_go` at the end. Raises
         `ApiError`."""
-        if self._ended:
+        if self.ended:
             raise ApiError(401, ENDED, code="invalid_api_key")
         call = RunningCall(number, self, asked)
         call.task = asyncio.ensure_future(self._answered(call))
@@ -144,7 +126,7 @@ class AgentCalls:
     async def close(self) -> None:
         """End every call, and invalidate the key. When this returns, all answers that the agent received are
         recorded."""
-        self._ended = True
+        self.ended = True
         tasks = [call.task for call in self._calls]
         for task in tasks:
             task.cancel()
@@ -153,7 +135,7 @@ class AgentCalls:
     # --- a call --------------------------------------------------------------------------------------
 
     async def _answered(self, call: RunningCall) -> GatewayCall:
-        n, limit_s = call.asked.body.n, self.section.call_timeout_s
+        n = call.asked.body.n
         if self._running + n > self.section.max_calls:
             raise ApiError(
                 429,
@@ -163,11 +145,7 @@ class AgentCalls:
             )
         self._running += n
         try:
-            async with asyncio.timeout(limit_s):
-                return await self._sampled(call.number, call.asked)
-        except TimeoutError:
-            late = f"no answer within {limit_s:g} s (rollout.gateway.call_timeout_s)"
-            raise ApiError(504, late, code="timeout") from None
+            return await self._sampled(call.number, call.asked)
         finally:
             self._running -= n
 
@@ -193,11 +171,14 @@ class AgentCalls:
             plan.kind,
             plan.root or "",
         )
-        limit_s = self.section.call_timeout_s + WORKER_GRACE_S
+        limit_s = self.section.call_timeout_s
         try:
             reply, attachments = await self.worker.exchange(
                 request, timeout_s=limit_s, attachments=[plan.ids.tobytes()]
             )
+        except RpcTimeout:
+            late = f"no answer within {limit_s:g} s (rollout.gateway.call_timeout_s)"
+            raise ApiError(504, late, code="timeout") from None
         except WireError as error:
             raise ApiError(503, f"the worker does not answer: {error}", code="engine_unavailable") from error
         if isinstance(reply, SampleRefused):
@@ -224,7 +205,7 @@ class AgentCalls:
             changes["stop"] = asked.stop
         if asked.max_tokens is not None:
             changes["max_new_tokens"] = min(asked.max_tokens, job.max_new_tokens)
-        return msgspec.structs.replace(job, **changes)
+        return msgspec.structs.replace(job, **changes) if changes else job
 
     async def _shown(
         self, asked: ChatCall, opened: bool, result: SampledAnswer, ids: Ids, logprobs: Logprobs
@@ -255,8 +236,11 @@ class AgentCalls:
             self.tree.remember(made.plan, (call.number, index), choice)
         responses = [choice.content for choice in made.choices]
         sent = RecordedCall(self.opened.key, call.number, made.plan.given.text, responses)
-        # A client that disconnects now has received its answer, so its call is recorded in any case.
-        await asyncio.shield(self._keep(self.recorder.record(sent)))
+        sending, place = self.recorder.add(sent)
+        # The request also records other calls, and a client that disconnects now has received its answer.
+        reasons = (await asyncio.shield(self._keep(sending))).reasons
+        if place in reasons:
+            raise FaultError("internal", reasons[place])
 
     def _keep(self, work: Any) -> asyncio.Future[Any]:
         task = asyncio.ensure_future(work)
