@@ -198,8 +198,8 @@ class ChatCall:
 
 
 def plain(raw: bytes) -> ChatBody | None:
-    """Return the parsed body if it has only fields of `ChatBody` and no nulls. Return None for any other
-    body, also for an invalid one. Most bodies are plain, and this takes a third of the time of `read`."""
+    """Return the parsed body if `ChatBody` alone can read it. Return None for any other body, also for an
+    invalid one. Most bodies are plain, and this takes a third of the time of `read`."""
     try:
         body = _plain.decode(raw)
         if body.tools or body.chat_template_kwargs:
