@@ -1,4 +1,5 @@
-"""The HTTP server of every service: metrics, gateway, rewards, sandbox. It is uvicorn's protocol with limits.
+"""The HTTP server of every service: metrics, gateway, rewards, sandbox. It is uvicorn's protocol on
+httptools, with limits.
 
     server = HttpServer(app, listen(LOOPBACK, 0), HttpLimits(connections=64), name="metrics")
     server.start()
@@ -26,16 +27,16 @@ import socket
 import ssl
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import h11
 import uvicorn
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from areal_async.base.addresses import LOOPBACK, is_loopback
@@ -50,6 +51,7 @@ LEAST_RATE = 64 << 10
 """Least rate of a client, in bytes per second. A client that sends a body or receives an answer more slowly
 counts as too slow."""
 SWEEP_S = 0.5
+MOST_AHEAD = 64  # requests of one connection that wait for the answer to an earlier one
 LOGGED_CHARS = 300  # most logged characters of a client's input
 
 Phase = Literal["headers", "body", "answer", "unread", "idle"]
@@ -113,8 +115,13 @@ def listen(host: str, port: int, *, guarded: bool = False) -> socket.socket:
 
 def connection_of(request: Request) -> Connection:
     """Return the connection of a request."""
-    connection: Connection = request.state.connection
+    connection: Connection = request.scope["state"]["connection"]
     return connection
+
+
+def header_of(request: Request, name: bytes) -> str:
+    """Return a header, or an empty text. Much faster than `request.headers`. `name` is in lower case."""
+    return next((value.decode("latin-1") for key, value in request.scope["headers"] if key == name), "")
 
 
 async def read_body(request: Request, most_bytes: int) -> bytes:
@@ -122,7 +129,7 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
 
     Raises `BodyTooLong`, if possible from the declared length, and `ServerFull`.
     """
-    declared = request.headers.get("content-length", "")
+    declared = header_of(request, b"content-length")
     if declared.isdecimal() and int(declared) > most_bytes:
         raise BodyTooLong
     connection, body = connection_of(request), bytearray()
@@ -167,13 +174,12 @@ class HttpServer:
             interface="asgi3",
             log_config=None,
             lifespan="off",
-            http="h11",
+            http="httptools",
             ws="none",
             proxy_headers=False,
             server_header=False,
             date_header=False,
             timeout_keep_alive=limits.idle_s,
-            h11_max_incomplete_event_size=limits.header_bytes,
         )
         self.config.load()
         host, port = listening.getsockname()[:2]
@@ -326,13 +332,12 @@ class HttpServer:
                 connection.trusted = connection.trusted or message["status"] < 400
             await send(message)
 
-        names = [name for name, _ in scope["headers"]]
+        encodings = [value for name, value in scope["headers"] if name == b"transfer-encoding"]
         try:
-            if b"transfer-encoding" in names and b"content-length" in names:
-                # Two different lengths of a body allow request smuggling past a proxy.
-                self.fault("request with two lengths")
-                text = "a request has a Content-Length or a Transfer-Encoding, not both"
-                await PlainTextResponse(text, 400, CLOSE)(scope, receive, watched)
+            if encodings and [one.lower() for one in encodings] != [b"chunked"]:
+                self.fault("request with an unknown transfer encoding")
+                text = "the only Transfer-Encoding served is chunked"
+                await PlainTextResponse(text, 501, CLOSE)(scope, receive, watched)
             else:
                 await self._app(scope, receive, watched)
         except ClientDisconnect:
@@ -347,40 +352,28 @@ class HttpServer:
             connection.held_bytes = 0
 
 
-class _BoundedParser(h11.Connection):
-    """An h11 connection that also limits headers that arrive complete in one piece.
+class Connection(HttpToolsProtocol):
+    """One client's connection, with the start time of its phase.
 
-    h11 itself limits headers only while they are incomplete.
+    The parser reads ahead: `cycle` is the newest request, and `_answered` is the one that is being answered.
     """
-
-    def __init__(self, most_bytes: int) -> None:
-        super().__init__(h11.SERVER, most_bytes)
-        self._most_bytes = most_bytes
-
-    def next_event(self) -> Any:
-        event = super().next_event()
-        if isinstance(event, h11.Request | h11.EndOfMessage):
-            size = sum(len(name) + len(value) + len(": \r\n") for name, value in event.headers.raw_items())
-            if isinstance(event, h11.Request):
-                size += len(event.method) + len(event.target) + len("  HTTP/1.1\r\n")
-            if size > self._most_bytes:
-                raise h11.RemoteProtocolError("the headers are too long", error_status_hint=431)
-        return event
-
-
-class Connection(H11Protocol):
-    """One client's connection, with the start time of its phase."""
 
     def __init__(self, server: HttpServer) -> None:
         super().__init__(server.config, server.state, {"connection": self})
         self._server = server
-        self.conn = _BoundedParser(server.limits.header_bytes)
         self.access_log = False
         self.logger = _FaultLogger(server)  # type: ignore[assignment]
         self.phase: Phase = "headers"
         self.since_s = time.monotonic()
         self.trusted = False  # whether it has got an answer other than a refusal
+        self.on_lost: Callable[[], object] | None = None
+        """Function to call when the connection is lost."""
         self.held_bytes = 0
+        self._answered: RequestResponseCycle | None = None
+        self._arriving: Literal["", "headers", "body"] = ""  # part of the newest request
+        self._header_bytes = 0  # of the newest request, with its trailers
+        self._heard = False  # whether the parser got further with the latest data
+        self._refused = ""  # why no more is read
         self._received_bytes = 0
         self._stuck_s: float | None = None  # since when the client receives less than the server sends
         self._stuck_bytes = 0
@@ -404,7 +397,7 @@ class Connection(H11Protocol):
         Waits until that is known. Call it before the last, empty part of an answer.
         """
         await self.flow.drain()
-        return not self.cycle.disconnected and not self.transport.is_closing()
+        return not self.transport.is_closing()
 
     @property
     def worth(self) -> int | None:
@@ -446,19 +439,71 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+        self._give_up()
         self._server.closed(self)
+        if self.on_lost is not None:
+            self.on_lost()
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         if self.phase == "idle":
             self._enter("headers")
         self._received_bytes += len(data)
+        self._heard = False
         super().data_received(data)
+        if not self._heard and not self._refused:  # the parser keeps what it cannot hand on yet
+            try:
+                self._count(len(data))
+            except ValueError as error:
+                self.send_400_response(str(error))
         self._settle()
 
+    def on_message_begin(self) -> None:
+        self._arriving, self._header_bytes = "headers", 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + len(": \r\n"))
+        if self._arriving == "headers":  # trailers are not served
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._arriving = "body"
+        if len(self.pipeline) >= MOST_AHEAD:
+            raise ValueError("too many requests before an answer")
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._heard = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._arriving, self._heard = "", True
+        super().on_message_complete()
+
     def on_response_complete(self) -> None:
-        self.cycle.body.clear()  # no caller reads the rest of the body
+        assert self._answered is not None
+        self._answered.body.clear()  # no caller reads the rest of the body
         super().on_response_complete()
+        if self._refused and self._answered.response_complete:
+            super().send_400_response(self._refused)
         self._settle()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _count(self, size_bytes: int) -> None:
+        """Count bytes of the request line, of headers and of trailers. Raises ValueError beyond the limit."""
+        self._heard = True
+        self._header_bytes += size_bytes
+        if self._header_bytes > self._server.limits.header_bytes:
+            raise ValueError("the headers are too long")
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -469,30 +514,41 @@ class Connection(H11Protocol):
         self._stuck_s = None
 
     def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        """Refuse the newest request, and read no more. Earlier requests are answered first."""
+        self._refused = msg
+        if self.pipeline and self._arriving == "body":
+            self.pipeline.popleft()
+        one = self._answered
+        if one is None or (one.response_complete and not (one is self.cycle and self._arriving == "body")):
             super().send_400_response(msg)
-        else:
-            self.transport.abort()
+        elif one is self.cycle and self._arriving == "body":
+            begun = one.response_started
+            self._give_up()
+            if begun:
+                self.transport.abort()
+            else:
+                super().send_400_response(msg)
 
-    def shutdown(self) -> None:
-        if self.conn.our_state is not h11.ERROR:
-            super().shutdown()
+    def _give_up(self) -> None:
+        """Let the running application know that nobody waits for its answer."""
+        self.pipeline.clear()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Serve the request without the upgrade."""
+        """Serve the request without the upgrade, as the last one of the connection."""
+        self.cycle.keep_alive = False
 
     def _settle(self) -> None:
         """Determine the phase of the client."""
-        if self.cycle is None or self.conn.their_state is h11.IDLE:
-            if self.phase != "headers":
+        if self._answered is None or self._answered.response_complete:
+            if self._arriving == "body":
+                self._enter("unread")
+            elif self.phase != "headers":
                 self._enter("idle")
-        elif self.cycle.response_complete:
-            self._enter("unread")
         else:
-            self._enter("body" if self.conn.their_state is h11.SEND_BODY else "answer")
+            self._enter("body" if self._answered.more_body else "answer")
 
     def _enter(self, phase: Phase) -> None:
         if phase == self.phase:

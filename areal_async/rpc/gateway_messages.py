@@ -82,8 +82,8 @@ class Sample(Request[Sampled | SampleRefused], frozen=True):
     """Reason why a new path begins, or empty."""
 
 
-class RecordCall(Request[Ok], frozen=True):
-    """Record all answers of a call as part of the episode. The agent has received them.
+class RecordedCall(Record, frozen=True):
+    """A call to record in its episode, with all its answers. The agent has received them.
 
     `prompt` is the text of the conversation, and `responses` are the texts of the answers.
     """
@@ -92,6 +92,19 @@ class RecordCall(Request[Ok], frozen=True):
     call: int
     prompt: str
     responses: list[str]
+
+
+class Unrecorded(Message, frozen=True):
+    """The reasons why calls could not be recorded, by their position in the request."""
+
+    reasons: dict[int, str] = {}
+
+
+class RecordCalls(Request[Unrecorded], frozen=True):
+    """Record calls of any sessions. The gateway sends those that end in one turn of its event loop
+    together."""
+
+    calls: list[RecordedCall]
 
 
 class DropCall(Request[Ok], frozen=True):

@@ -45,7 +45,7 @@ CALLERS: Mapping[type, Roles] = {
     weights.AskBuild: ROLLOUT,
     # between a worker and its gateway
     **dict.fromkeys((gateway.OpenSession, gateway.ServeAgents, gateway.EndSession), GENERATORS),
-    **dict.fromkeys((gateway.Sample, gateway.RecordCall, gateway.DropCall), GENERATORS),
+    **dict.fromkeys((gateway.Sample, gateway.RecordCalls, gateway.DropCall), GENERATORS),
     # to every service, and to the supervisor
     **dict.fromkeys((control.Status, control.ScaleWorkers, control.DrainWorker), PEOPLE),
     control.ReadMetrics: frozenset({"supervisor"}),

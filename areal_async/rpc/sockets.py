@@ -20,6 +20,9 @@ COPY_BELOW_BYTES = (
     64 * 1024
 )  # smaller frames are copied into the socket, because tracking their buffer costs more
 READ_BURST_MESSAGES = 32  # messages handled before other callbacks of the loop run
+# As plain integers, because every operation on a flag of an enum takes as long as a small function.
+LAST_PART, MORE_PARTS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+EVENTS, READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 LINGER_MS = 200  # default time in which a closed socket may still deliver sent messages
 
 
@@ -55,9 +58,8 @@ class PolledSocket:
         sock, last = self._sock, len(frames) - 1
         try:
             for i, frame in enumerate(frames):
-                flags = zmq.NOBLOCK if i == last else zmq.NOBLOCK | zmq.SNDMORE
                 size = len(frame) if isinstance(frame, bytes) else memoryview(frame).nbytes
-                sock.send(frame, flags, copy=size < COPY_BELOW_BYTES)
+                sock.send(frame, LAST_PART if i == last else MORE_PARTS, copy=size < COPY_BELOW_BYTES)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -65,7 +67,7 @@ class PolledSocket:
                 return False
             raise
         finally:
-            if self._scheduled is None and int(sock.get(zmq.EVENTS)) & zmq.POLLIN:
+            if self._scheduled is None and int(sock.get(EVENTS)) & READABLE:
                 self._look_again()
         return True
 
@@ -118,17 +120,16 @@ class PolledSocket:
 
     def _receive(self) -> tuple[list[bytes], list[Buffer]]:
         sock, n_copied = self._sock, self._n_copied
-        self._first = first = sock.recv(zmq.NOBLOCK, copy=False)
-        copied = [first.bytes]
+        self._first = frame = sock.recv(LAST_PART, copy=False)
+        copied = [frame.bytes]
         rest: list[Buffer] = []
         n = 1
-        while sock.getsockopt(zmq.RCVMORE):
+        while frame.more:
+            frame = sock.recv(LAST_PART, copy=False)
             if n < n_copied:
-                copied.append(sock.recv(zmq.NOBLOCK))
+                copied.append(frame.bytes)
             elif n < MAX_FRAMES:
-                rest.append(sock.recv(zmq.NOBLOCK, copy=False).buffer)
-            else:
-                sock.recv(zmq.NOBLOCK)
+                rest.append(frame.buffer)
             n += 1
         return (copied, rest) if n <= MAX_FRAMES else ([], [])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from areal_async.service.fork_server import loading
 if __name__ == "__main__":
     with loading():
         import msgspec
+        import uvloop
 
         from areal_async.base.log import setup_logging
         from areal_async.models.prompts import with_template_args
@@ -29,4 +29,4 @@ if __name__ == "__main__":
     # Imported modules stay loaded. Searching them for garbage repeatedly took a third of a call.
     gc.collect()
     gc.freeze()
-    asyncio.run(front.serve())
+    uvloop.run(front.serve())

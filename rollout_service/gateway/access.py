@@ -31,10 +31,11 @@ from areal_async.rpc.client import CallLimits, Client
 from areal_async.rpc.gateway_messages import (
     DropCall,
     EndSession,
-    RecordCall,
+    RecordCalls,
     Sample,
     SampleRefused,
     ServeAgents,
+    Unrecorded,
 )
 from areal_async.rpc.reply_book import ServerLimits
 from areal_async.rpc.schema import Ok
@@ -233,8 +234,8 @@ class Gateway:
     async def _run(self) -> None:
         """Restart the gateway until the restart policy ends it."""
         assert self._listening is not None
-        handlers: dict[type[Any], Handler] = dict.fromkeys((RecordCall, DropCall), self._on_notice)
-        handlers[Sample] = self._on_sample
+        handlers: dict[type[Any], Handler] = {Sample: self._on_sample, DropCall: self._on_drop}
+        handlers[RecordCalls] = self._on_record
         self._server = self._setup.server("worker", handlers)
         try:
             await self._server.start()
@@ -300,10 +301,18 @@ class Gateway:
             return SampleRefused(401, ENDED, "invalid_api_key")
         return await session.sample(request, np.frombuffer(attachments[0], np.int32))
 
-    async def _on_notice(self, _: Peer, request: RecordCall | DropCall, __: list[memoryview]) -> Answer:
+    async def _on_drop(self, _: Peer, request: DropCall, __: list[memoryview]) -> Answer:
         if (session := self._sessions.get(request.key)) is not None:
-            if isinstance(request, RecordCall):
-                session.record(request)
-            else:
-                session.drop(request.call)
+            session.drop(request.call)
         return Ok()
+
+    async def _on_record(self, _: Peer, request: RecordCalls, __: list[memoryview]) -> Answer:
+        reasons = {}
+        for place, call in enumerate(request.calls):
+            try:
+                if (session := self._sessions.get(call.key)) is not None:
+                    session.record(call)
+            except Exception as error:
+                log.exception("a call could not be recorded")
+                reasons[place] = f"{type(error).__name__}: {error}"
+        return Unrecorded(reasons)

@@ -11,15 +11,15 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from areal_async.trajectory import SegmentKind
 from rollout_service.gateway.requests import Conversation, Ids, Message, SampledChoice, load_json
-from rollout_service.gateway.template import ChatTemplate, canonical
-from rollout_service.workflows.turns import RenderedPrompt, SampledText
+from rollout_service.gateway.template import AskedPrompt, ChatTemplate, canonical
+from rollout_service.workflows.turns import SampledText
 
 Key = bytes
 Root = Literal["new", "history", "template"]
@@ -28,28 +28,26 @@ Root = Literal["new", "history", "template"]
 now renders recorded answers differently."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedAnswer:
+class RecordedAnswer(NamedTuple):
     """A recorded answer."""
 
     answer: tuple[int, int]
     """Number of its call, and its index among the call's answers."""
     path: Ids
     """Ids of the path up to and including the answer."""
-    given: RenderedPrompt
+    given: AskedPrompt
     said: SampledText
     tool_ids: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CallPlan:
+class CallPlan(NamedTuple):
     """Ids that the engine must continue in one call, and their place in the episode."""
 
     ids: Ids
     """All ids, from the root."""
     parent: RecordedAnswer | None
     kind: SegmentKind
-    given: RenderedPrompt
+    given: AskedPrompt
     root: Root | None
     """Reason why the call begins a path, or None if it continues `parent`."""
     keys: tuple[Key, ...]
@@ -67,8 +65,8 @@ class ConversationTree:
 
     def plan(self, asked: Conversation) -> CallPlan:
         """Return the plan of a call. Raises `ApiError` if the messages cannot be rendered."""
-        rendered = self.template.prompt(asked)
-        keys = chain(asked)
+        text = self.template.prompt(asked)
+        given, keys = AskedPrompt(asked, text), chain(asked)
         root: Root = "new"
         answers = [k for k, message in enumerate(asked.messages, 1) if message["role"] == "assistant"]
         if answers and self._turns:
@@ -77,13 +75,13 @@ class ConversationTree:
             if known := self._turns.get(keys[last]):
                 root = "template"
                 turn = _best(known, asked.messages[last - 1])
-                text = self.template.continuation(asked, rendered, last, turn.given, turn.said)
-                if text is not None:
-                    new = self.template.ids(text, after=turn.said.end)
+                more = self.template.continuation(asked, text, last, turn.given, turn.said)
+                if more is not None:
+                    new = self.template.ids(more, after=turn.said.end)
                     tools = any(message["role"] == "tool" for message in asked.messages[last:])
                     kind = SegmentKind.TOOL if tools else SegmentKind.ENVIRONMENT
-                    return CallPlan(np.concatenate((turn.path, new)), turn, kind, rendered, None, keys)
-        return CallPlan(self.template.root_ids(rendered.text), None, SegmentKind.PROMPT, rendered, root, keys)
+                    return CallPlan(np.concatenate((turn.path, new)), turn, kind, given, None, keys)
+        return CallPlan(self.template.root_ids(text), None, SegmentKind.PROMPT, given, root, keys)
 
     # --- after the call ------------------------------------------------------------------------------
 
@@ -102,9 +100,9 @@ class ConversationTree:
 def chain(asked: Conversation) -> tuple[Key, ...]:
     """Return the key of each prefix of the conversation: before the first message, after the first message,
     and so on."""
-    start = hashlib.blake2b(
-        canonical([asked.tools, asked.template]).encode(errors="surrogatepass"), digest_size=16
-    ).digest()
+    start = b""
+    if asked.tools or asked.template:
+        start = canonical([asked.tools, asked.template]).encode(errors="surrogatepass")
     return tuple(accumulate(asked.messages, linked, initial=start))
 
 
@@ -112,12 +110,14 @@ def linked(before: Key, message: Message) -> Key:
     """Return the key of a prefix after it is extended by `message`. `before` is its key until then. White
     space around a text, the spelling of arguments and the ids of tool calls do not affect the key, because
     clients change them."""
-    calls = [
-        [call["function"]["name"], _arguments(call["function"]["arguments"])]
-        for call in message.get("tool_calls", ())
-    ]
-    said = [message["role"], message["content"].strip(), calls, message.get("name")]
-    return hashlib.blake2b(before + msgspec.msgpack.encode(said), digest_size=16).digest()
+    calls = message.get("tool_calls") or ()
+    if calls:
+        calls = [[one["function"]["name"], _arguments(one["function"]["arguments"])] for one in calls]
+    said = (message["role"], message["content"].strip(), calls, message.get("name"))
+    return hashlib.blake2b(before + _encode(said), digest_size=16).digest()
+
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def _arguments(value: object) -> str:

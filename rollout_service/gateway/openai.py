@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from rollout_service.gateway.requests import (
@@ -19,6 +20,7 @@ from rollout_service.gateway.requests import (
     Message,
     SampledChoice,
     bad,
+    check_json,
     encoded,
     load_json,
     unsupported,
@@ -124,12 +126,12 @@ class ChatCall:
     """One call. It parses the body of the request, and formats the answers as a reply or as events of a
     stream."""
 
-    def __init__(self, given: Mapping[str, Any], template: ChatTemplate, most: int) -> None:
+    def __init__(self, body: ChatBody, template: ChatTemplate, most: int) -> None:
         """Raises `ApiError` if the call is invalid, or requests more than `most` answers."""
-        body = self.body = read(given)
+        self.body = body
         if body.n > most:
             raise bad("n", f"n must be an integer from 1 to {most}")
-        if clash := TEMPLATE_OWN & set(body.chat_template_kwargs):
+        if clash := TEMPLATE_OWN.intersection(body.chat_template_kwargs):
             raise bad("chat_template_kwargs", f"{sorted(clash)[0]} is not for the caller to set")
         tools = [_declared(tool.function) for tool in body.tools]
         self.prompt = Conversation(_messages(body.messages), tools, body.chat_template_kwargs)
@@ -184,6 +186,8 @@ class ChatCall:
         at the same place are not known."""
         if not self.body.logprobs:
             return None
+        if not np.isfinite(choice.logprobs).all():
+            raise ValueError("a log-prob is no number in JSON")
         content = []
         for token, logprob in zip(choice.token_ids.tolist(), choice.logprobs.tolist(), strict=True):
             shown = self._template.raw([token])
@@ -191,6 +195,22 @@ class ChatCall:
                 {"token": shown, "logprob": logprob, "bytes": list(shown.encode()), "top_logprobs": []}
             )
         return {"content": content, "refusal": None}
+
+
+def plain(raw: bytes) -> ChatBody | None:
+    """Return the parsed body if `ChatBody` alone can read it. Return None for any other body, also for an
+    invalid one. Most bodies are plain, and this takes a third of the time of `read`."""
+    try:
+        body = _plain.decode(raw)
+        if body.tools or body.chat_template_kwargs:
+            # At the same depth as in the body, whose other fields have a fixed depth.
+            check_json([[[[tool.function.parameters for tool in body.tools]]], body.chat_template_kwargs])
+    except (ValueError, RecursionError):
+        return None
+    return body
+
+
+_plain = msgspec.json.Decoder(ChatBody)
 
 
 def read(given: Mapping[str, Any]) -> ChatBody:

@@ -20,7 +20,7 @@ import numpy as np
 
 from areal_async.rpc.gateway_messages import (
     OpenSession,
-    RecordCall,
+    RecordedCall,
     Sample,
     Sampled,
     SampledAnswer,
@@ -168,7 +168,7 @@ class Session:
             metrics.GATEWAY_CALLS.labels("abandoned").inc()
             call.work.cancel()
 
-    def record(self, sent: RecordCall) -> None:
+    def record(self, sent: RecordedCall) -> None:
         """Add the answers of a call to the episode. The method has no `await`, so an episode contains a call
         completely or not at all."""
         call = self.open.pop(sent.call, None)
@@ -182,7 +182,7 @@ class Session:
             raise
         metrics.GATEWAY_CALLS.labels("ok").inc()
 
-    def _add(self, call: _OpenCall, sent: RecordCall) -> None:
+    def _add(self, call: _OpenCall, sent: RecordedCall) -> None:
         """Add the answers of a call as branches of one prompt."""
         record, builder, asked = self._record, self.builder, call.asked
         parent, depth = (-1, 0) if asked.parent is None else record.segments[asked.parent]

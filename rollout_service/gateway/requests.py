@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -64,8 +65,7 @@ class Conversation:
     """Further arguments of the template, such as `enable_thinking`."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledChoice:
+class SampledChoice(NamedTuple):
     """One answer: the content that the agent gets, and its sampled units."""
 
     content: str
@@ -145,4 +145,5 @@ _decoder = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def encoded(data: Any) -> bytes:
-    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    """Return JSON of `data`, which has no NaN."""
+    return msgspec.json.encode(data)

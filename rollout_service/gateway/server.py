@@ -26,10 +26,12 @@ from starlette.types import Receive, Scope, Send
 
 from areal_async.base.http_server import (
     BodyTooLong,
+    Connection,
     HttpLimits,
     HttpServer,
     ServerFull,
     connection_of,
+    header_of,
     read_body,
 )
 from areal_async.config.rollout import GatewaySection
@@ -39,10 +41,10 @@ from areal_async.rpc.schema import Ok
 from areal_async.rpc.server import Answer, Handler, Peer
 from rollout_service.gateway.access import GatewaySetup
 from rollout_service.gateway.conversation import ConversationTree
-from rollout_service.gateway.openai import DONE, ChatCall
+from rollout_service.gateway.openai import DONE, ChatBody, ChatCall, plain, read
 from rollout_service.gateway.recording import digest_of
 from rollout_service.gateway.requests import ENDED, ApiError, check_json, too_deep
-from rollout_service.gateway.session import AgentCalls, RunningCall
+from rollout_service.gateway.session import AgentCalls, Recorder, RunningCall
 from rollout_service.gateway.template import ChatTemplate
 
 REMEMBERED_KEYS = 4096  # Ended keys whose refusal still says that they ended
@@ -66,6 +68,10 @@ class Front:
             policy: ChatTemplate(tokenizer, formats, end_ids(tokenizer, Path(models[policy].folder)))
             for policy, tokenizer in tokenizers.items()
         }
+        self._served: dict[str, tuple[str, Any]] = {
+            "/v1/chat/completions": ("POST", self.call),
+            "/v1/models": ("GET", self.models),
+        }
         self._sessions: dict[bytes, dict[str, AgentCalls]] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         self._trees: dict[int, dict[str, ConversationTree]] = {}
@@ -83,11 +89,12 @@ class Front:
     async def serve(self) -> None:
         """Serve until cancelled."""
         setup = self._setup
-        self._worker = setup.client("worker")
+        worker = setup.client("worker")
+        self._recorder = Recorder(worker)
         handlers: dict[type[Any], Handler] = {OpenSession: self._on_open, EndSession: self._on_end}
         handlers[ServeAgents] = self._on_serve
         orders = setup.server("gateway", handlers)
-        async with self._worker:
+        async with worker:
             await orders.start()
             try:
                 await asyncio.Event().wait()
@@ -104,10 +111,10 @@ class Front:
             if opened.episode not in self._trees:
                 trees = {policy: ConversationTree(template) for policy, template in self._templates.items()}
                 self._trees[opened.episode] = trees
-            trains, models = self._setup.trains, self._setup.models
+            trains, models, recorder = self._setup.trains, self._setup.models, self._recorder
             self._sessions[opened.key] = {
                 policy: AgentCalls(
-                    opened, tree, self._worker, self.section, policy, models[policy].max_model_len, trains
+                    opened, tree, recorder, self.section, policy, models[policy].max_model_len, trains
                 )
                 for policy, tree in self._trees[opened.episode].items()
             }
@@ -134,11 +141,11 @@ class Front:
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. This is the ASGI application."""
         request = Request(scope, receive, send)
-        served = {"/v1/chat/completions": ("POST", self.call), "/v1/models": ("GET", self.models)}
-        method, page = served.get(scope["path"], ("", None))
+        method, page = self._served.get(scope["path"], ("", None))
         try:
             if page is None or request.method != method:
-                what = f"{request.method} {route(request)} is not served here; served are {', '.join(served)}"
+                what = f"{request.method} {route(request)} is not served here; served are "
+                what += ", ".join(self._served)
                 raise ApiError(404 if page is None else 405, what, code="not_found")
             await page(request, send)
         except ApiError as error:
@@ -151,12 +158,12 @@ class Front:
         """Serve a call."""
         session, body = await self._read(request)
         asked = ChatCall(body, session.tree.template, self.section.max_calls)
-        running = session.start(next(self._numbers), asked)
-        gone = asyncio.ensure_future(_gone(request))
+        connection, running = connection_of(request), session.start(next(self._numbers), asked)
+        connection.on_lost = running.task.cancel
         try:
-            await _answered(request, send, gone, running)
+            await _answered(connection, send, running)
         finally:
-            gone.cancel()
+            connection.on_lost = None
             session.let_go(running)
 
     async def models(self, request: Request, send: Send) -> None:
@@ -168,7 +175,7 @@ class Front:
     def _session(self, request: Request) -> dict[str, AgentCalls]:
         """Return the session that belongs to a request's API key, as a mapping from policy to its calls.
         Raises `ApiError`."""
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        scheme, _, token = header_of(request, b"authorization").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else ""
         name = digest_of(key)
         if (session := self._sessions.get(name)) is not None:
@@ -176,11 +183,13 @@ class Front:
         reason = ENDED if name in self._ended else "no session has this API key"
         raise ApiError(401, reason if key else "an API key is needed", code="invalid_api_key")
 
-    async def _read(self, request: Request) -> tuple[AgentCalls, dict[str, Any]]:
+    async def _read(self, request: Request) -> tuple[AgentCalls, ChatBody]:
         session, limit = self._session(request), self.section.max_body_bytes
         try:
-            body = msgspec.json.decode(await read_body(request, limit))
-            check_json(body)
+            raw = await read_body(request, limit)
+            if (parsed := plain(raw)) is not None:
+                return session[policy_of([*session], parsed.model)], parsed
+            check_json(body := msgspec.json.decode(raw))
         except BodyTooLong:
             long = f"the request is longer than {limit} bytes (rollout.gateway.max_body_bytes)"
             raise ApiError(413, long, code="request_too_large") from None
@@ -193,7 +202,7 @@ class Front:
             raise ApiError(400, f"the body is not JSON that can be served: {error}") from error
         if not isinstance(body, dict):
             raise ApiError(400, "the body must be a JSON object")
-        return session[policy_of([*session], body.get("model"))], body
+        return session[policy_of([*session], body.get("model"))], read(body)
 
 
 async def _close(session: Mapping[str, AgentCalls]) -> None:
@@ -214,21 +223,23 @@ def policy_of(names: Sequence[str], model: object) -> str:
 # --- one call ----------------------------------------------------------------------------------------
 
 
-async def _answered(request: Request, send: Send, gone: asyncio.Future[None], running: RunningCall) -> None:
+async def _answered(connection: Connection, send: Send, running: RunningCall) -> None:
     """Send the answers of a call once all are complete, also if the client has requested a stream."""
-    await asyncio.wait((running.task, gone), return_when=asyncio.FIRST_COMPLETED)
-    if not running.task.done():
-        return
+    try:
+        made, asked = await running.task, running.asked
+    except asyncio.CancelledError:
+        if connection.transport.is_closing():
+            return
+        if running.session.ended:
+            raise ApiError(401, ENDED, code="invalid_api_key") from None
+        raise
     # The reply is encoded here, so that an answer that cannot be sent is not recorded.
-    if running.task.cancelled():
-        raise ApiError(401, ENDED, code="invalid_api_key")
-    made, asked = running.task.result(), running.asked
     streamed, prompt_tokens = asked.body.stream, len(made.plan.ids)
     whole = asked.events if streamed else asked.reply
     content = whole(prompt_tokens, made.choices)
     await send(_start(b"text/event-stream" if streamed else b"application/json"))
     await send(_part(content))
-    if await connection_of(request).delivered():
+    if await connection.delivered():
         await running.session.record(running)
     if streamed:
         await send(_part(DONE))
@@ -247,12 +258,6 @@ def _start(content_type: bytes) -> dict[str, Any]:
 
 def _part(content: bytes) -> dict[str, Any]:
     return {"type": "http.response.body", "body": content, "more_body": True}
-
-
-async def _gone(request: Request) -> None:
-    """Wait until the client has closed the connection. The body must have been read before."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def route(request: Request) -> str:

@@ -10,23 +10,25 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_async.base.errors import WireError
+from areal_async.base.errors import FaultError, RpcTimeout, WireError
 from areal_async.config.rollout import GatewaySection
 from areal_async.models.answers import opens_thought
 from areal_async.rpc.client import Client
 from areal_async.rpc.gateway_messages import (
     DropCall,
     OpenSession,
-    RecordCall,
+    RecordCalls,
+    RecordedCall,
     Sample,
     SampledAnswer,
     SampleRefused,
+    Unrecorded,
 )
 from areal_async.trajectory import Sampling
 from rollout_service.gateway.conversation import CallPlan, ConversationTree
@@ -45,11 +47,8 @@ from rollout_service.workflows.turns import SampledText
 
 Logprobs = npt.NDArray[np.float32]
 
-WORKER_GRACE_S = 30.0  # Seconds to wait for the worker's answer after a call's deadline
 
-
-@dataclass(frozen=True, slots=True)
-class GatewayCall:
+class GatewayCall(NamedTuple):
     """The answers of one call, with the plan of the call."""
 
     plan: CallPlan
@@ -67,13 +66,34 @@ class RunningCall:
     recorded: bool = False
 
 
+class Recorder:
+    """Sender of calls to record. Calls that end in the same turn of the event loop share a request, because
+    requests are a large part of the gateway's work."""
+
+    def __init__(self, worker: Client) -> None:
+        self.worker = worker
+        self._waiting: list[RecordedCall] = []
+        self._sending: asyncio.Task[Unrecorded] | None = None
+
+    def add(self, call: RecordedCall) -> tuple[asyncio.Task[Unrecorded], int]:
+        """Return the request that will record the call, and the position of the call in it."""
+        if self._sending is None:
+            self._sending = asyncio.ensure_future(self._sent())
+        self._waiting.append(call)
+        return self._sending, len(self._waiting) - 1
+
+    async def _sent(self) -> Unrecorded:
+        calls, self._waiting, self._sending = self._waiting, [], None
+        return await self.worker.call(RecordCalls(calls))
+
+
 @dataclass(eq=False)
 class AgentCalls:
     """Calls of one key to one policy."""
 
     opened: OpenSession
     tree: ConversationTree
-    worker: Client
+    recorder: Recorder
     section: GatewaySection
     policy: str
     max_model_len: int
@@ -81,14 +101,15 @@ class AgentCalls:
 
     def __post_init__(self) -> None:
         self._job_sampling = self.opened.sampling[self.policy]
-        self._running, self._ended = 0, False  # Answers in progress; whether the key has ended
+        self._running, self.ended = 0, False  # Answers in progress; whether the key has ended
         self._calls: dict[RunningCall, None] = {}
-        self._recording: set[asyncio.Task[Any]] = set()
+        self.worker = self.recorder.worker
+        self._recording: set[asyncio.Future[Any]] = set()
 
     def start(self, number: int, asked: ChatCall) -> RunningCall:
         """Begin to answer the conversation `asked`. The caller must call `let_go` at the end. Raises
         `ApiError`."""
-        if self._ended:
+        if self.ended:
             raise ApiError(401, ENDED, code="invalid_api_key")
         call = RunningCall(number, self, asked)
         call.task = asyncio.ensure_future(self._answered(call))
@@ -105,7 +126,7 @@ class AgentCalls:
     async def close(self) -> None:
         """End every call, and invalidate the key. When this returns, all answers that the agent received are
         recorded."""
-        self._ended = True
+        self.ended = True
         tasks = [call.task for call in self._calls]
         for task in tasks:
             task.cancel()
@@ -114,7 +135,7 @@ class AgentCalls:
     # --- a call --------------------------------------------------------------------------------------
 
     async def _answered(self, call: RunningCall) -> GatewayCall:
-        n, limit_s = call.asked.body.n, self.section.call_timeout_s
+        n = call.asked.body.n
         if self._running + n > self.section.max_calls:
             raise ApiError(
                 429,
@@ -124,11 +145,7 @@ class AgentCalls:
             )
         self._running += n
         try:
-            async with asyncio.timeout(limit_s):
-                return await self._sampled(call.number, call.asked)
-        except TimeoutError:
-            late = f"no answer within {limit_s:g} s (rollout.gateway.call_timeout_s)"
-            raise ApiError(504, late, code="timeout") from None
+            return await self._sampled(call.number, call.asked)
         finally:
             self._running -= n
 
@@ -154,20 +171,26 @@ class AgentCalls:
             plan.kind,
             plan.root or "",
         )
-        limit_s = self.section.call_timeout_s + WORKER_GRACE_S
+        limit_s = self.section.call_timeout_s
         try:
             reply, attachments = await self.worker.exchange(
                 request, timeout_s=limit_s, attachments=[plan.ids.tobytes()]
             )
+        except RpcTimeout:
+            late = f"no answer within {limit_s:g} s (rollout.gateway.call_timeout_s)"
+            raise ApiError(504, late, code="timeout") from None
         except WireError as error:
             raise ApiError(503, f"the worker does not answer: {error}", code="engine_unavailable") from error
         if isinstance(reply, SampleRefused):
             raise ApiError(reply.status, reply.message, code=reply.code)
-        ends = np.cumsum([answer.units for answer in reply.answers])[:-1]
-        ids = np.split(np.frombuffer(attachments[0], np.int32), ends)
-        logprobs = np.split(np.frombuffer(attachments[1], np.float32), ends)
-        opened, answers = opens_thought(plan.given.text), zip(reply.answers, ids, logprobs, strict=True)
-        return GatewayCall(plan, tuple([await self._shown(asked, opened, *one) for one in answers]))
+        ids = np.frombuffer(attachments[0], np.int32)
+        logprobs = np.frombuffer(attachments[1], np.float32)
+        opened, choices, end = opens_thought(plan.given.text), list[SampledChoice](), 0
+        for answer in reply.answers:
+            begin, end = end, end + answer.units
+            own = (answer, ids[begin:end], logprobs[begin:end])
+            choices.append(await self._shown(asked, opened, *own))
+        return GatewayCall(plan, tuple(choices))
 
     def _sampling(self, asked: ChatCall) -> Sampling:
         """Return the sampling parameters of the answers, without seeds. Raises `ApiError` for values with
@@ -182,7 +205,7 @@ class AgentCalls:
             changes["stop"] = asked.stop
         if asked.max_tokens is not None:
             changes["max_new_tokens"] = min(asked.max_tokens, job.max_new_tokens)
-        return msgspec.structs.replace(job, **changes)
+        return msgspec.structs.replace(job, **changes) if changes else job
 
     async def _shown(
         self, asked: ChatCall, opened: bool, result: SampledAnswer, ids: Ids, logprobs: Logprobs
@@ -212,17 +235,20 @@ class AgentCalls:
         for index, choice in enumerate(made.choices):
             self.tree.remember(made.plan, (call.number, index), choice)
         responses = [choice.content for choice in made.choices]
-        sent = RecordCall(self.opened.key, call.number, made.plan.given.text, responses)
-        # In a task of its own, because a client that disconnects now has received its answer.
-        await asyncio.shield(self._keep(self.worker.call(sent)))
+        sent = RecordedCall(self.opened.key, call.number, made.plan.given.text, responses)
+        sending, place = self.recorder.add(sent)
+        # The request also records other calls, and a client that disconnects now has received its answer.
+        reasons = (await asyncio.shield(self._keep(sending))).reasons
+        if place in reasons:
+            raise FaultError("internal", reasons[place])
 
-    def _keep(self, work: Any) -> asyncio.Task[Any]:
+    def _keep(self, work: Any) -> asyncio.Future[Any]:
         task = asyncio.ensure_future(work)
         self._recording.add(task)
         task.add_done_callback(self._done)
         return task
 
-    def _done(self, task: asyncio.Task[Any]) -> None:
+    def _done(self, task: asyncio.Future[Any]) -> None:
         self._recording.discard(task)
         if not task.cancelled():
             task.exception()  # its waiter has the exception

@@ -120,7 +120,7 @@ def test_a_circle_is_found_by_the_moment_of_its_imports() -> None:
 
 MOST_CODE_LINES = {
     "areal_async": 21_050,
-    "rollout_service": 7_700,
+    "rollout_service": 7_730,
     "replay_buffer": 5_700,
     "reward_service": 7_550,
     "trainer_service": 9_950,

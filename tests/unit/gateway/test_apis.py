@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +15,8 @@ import pytest
 import yaml
 
 from rollout_service.engines.base import EngineError, RequestError
+from rollout_service.gateway.openai import plain, read
+from rollout_service.gateway.requests import check_json
 from tests.unit.gateway.fakes import (
     CALLS,
     CHAT,
@@ -183,3 +187,33 @@ async def test_an_answer_that_the_engine_ended_is_no_answer(tokenizer: Any) -> N
     async with calling(Ending(tokenizer, ["whole{END}", "half"])) as (http, session):
         reply = await http.post(ROUTE, json={**CHAT, "n": 2})
     assert (reply.status_code, session.calls) == (503, 0)
+
+
+PLAIN: dict[str, Any] = CHAT | {"n": 2, "temperature": 0.5, "stop": ["x"], "seed": 3, "max_tokens": 7}
+DEEP: Any = functools.reduce(lambda inner, _: {"properties": inner}, range(64), {})
+
+
+@pytest.mark.parametrize(
+    ("more", "is_plain"),
+    [
+        ({}, True),
+        ({"tools": [TOOL]}, True),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, True),
+        ({"user": "me"}, False),
+        ({"temperature": None}, True),
+        ({"n": "two"}, False),
+        ({"n": True}, False),
+        ({"unknown": 1}, False),
+        ({"messages": []}, False),
+        ({"messages": [{"role": "assistant", "content": None, "refusal": None}]}, False),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]}, False),
+        ({"chat_template_kwargs": DEEP}, False),
+    ],
+)
+def test_a_body_of_plain_fields_is_read_as_any_other_is(more: dict[str, Any], is_plain: bool) -> None:
+    raw = json.dumps(PLAIN | more).encode()
+    body = plain(raw)
+    assert (body is not None) == is_plain
+    if body is not None:
+        check_json(json.loads(raw))
+        assert body == read(json.loads(raw))

@@ -9,17 +9,20 @@ import socket
 import struct
 from typing import Any
 
+import httpx
 import pytest
 
 from rollout_service.gateway import GatewayError
 from rollout_service.gateway.toolcalls import ParsedText, parse
 from tests.unit.gateway.fakes import (
     CHAT,
+    DEADLINE_S,
     ROUTE,
     TOOL,
     Scripted,
     assert_recorded_is_what_the_engine_said,
     http_of,
+    made_gateway,
     make_context,
     openai_of,
     serving,
@@ -200,3 +203,36 @@ async def test_an_answer_that_was_sent_and_cannot_be_recorded_fails_the_episode(
 
         with pytest.raises(GatewayError, match="do not match"):
             await episode()
+
+
+async def test_calls_that_end_together_are_recorded_one_by_one(tokenizer: Any) -> None:
+    """The record of the second episode's call fails, and those of the others do not."""
+    together = asyncio.Event()
+
+    async def gate(_: Any) -> None:
+        if len(engine.begun) == 3:
+            together.set()
+        await together.wait()
+
+    engine = Scripted(tokenizer)
+    engine.gate = gate
+    with made_gateway(tokenizer) as gateway:
+        episodes = [make_context(engine, tokenizer, gateway, sample=sample) for sample in range(3)]
+        ended: list[str] = []
+
+        async def call(ctx: Any) -> None:
+            try:
+                async with ctx.gateway() as session, http_of(session) as http:
+                    if ctx.sample == 1:
+                        ctx.answered = None  # what records an answer
+                    await http.post(ROUTE, json=CHAT)
+                    ended.append(f"{ctx.sample}: {session.calls}")
+            except (GatewayError, httpx.RemoteProtocolError):
+                ended.append(f"{ctx.sample} failed")
+
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await asyncio.gather(*map(call, episodes))
+        finally:
+            await gateway.close()
+    assert sorted(ended) == ["0: 1", "1 failed", "2: 1"]

@@ -23,7 +23,7 @@ SECRET = RunSecret.generate()
 
 RECORDS = "WriteRecord WriteSamples ReadRecords ListHome ReadHome"
 GENERATES = f"""{RECORDS} WaitSnapshot AckSnapshot FindSources GetChunk OpenSession ServeAgents EndSession
-    Sample RecordCall DropCall"""
+    Sample RecordCalls DropCall"""
 LOOKS = "Drain Stats Status ReadRecords ScaleWorkers DrainWorker"
 OPENS = {
     "buffer": RECORDS,

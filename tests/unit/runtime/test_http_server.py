@@ -396,6 +396,40 @@ async def test_pipelined_requests_are_answered_in_order():
         assert answers == [(200, b"fine"), (200, b"3")] + [(200, b"fine")] * 20
 
 
+async def test_requests_that_wait_for_an_earlier_answer_are_bounded():
+    async with serving() as (server, app):
+        client = await Client.of(server, b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n" + GET * 1000)
+        await until(lambda: app.held == 1)
+        app.release.set()
+        answers = b""
+        with contextlib.suppress(ConnectionError):
+            while part := await client.reader.read(1 << 16):
+                answers += part
+        assert answers.startswith(b"HTTP/1.1 200")
+        assert 1 < answers.count(b"HTTP/1.1 200") < 100
+        assert b"HTTP/1.1 400" in answers
+
+
+async def test_a_client_that_leaves_is_noticed_behind_requests_that_wait():
+    async with serving() as (server, app):
+        client = await Client.of(server, post(3, x_hold=1) + b"abc" + GET)
+        await until(lambda: app.bodies == 1)
+        (connection,) = server.connections
+        lost = asyncio.Event()
+        connection.on_lost = lost.set
+        client.vanish()
+        await lost.wait()
+        assert not await connection.delivered()
+
+
+async def test_an_upgrade_is_answered_without_it():
+    async with serving() as (server, _app):
+        asks = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+        client = await Client.of(server, asks)
+        assert await client.answer() == (200, b"fine")
+        await client.closed()
+
+
 async def test_the_end_of_a_server_ends_its_connections():
     async with serving() as (server, app):
         idle = await Client.of(server)
