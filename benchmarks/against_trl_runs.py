@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 import torch
-from against_trl_trainer import Judge
+from against_trl_judge import Judge
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
