@@ -60,7 +60,13 @@ def tree_attention(
     """Attention over packed trees by SDPA, with the interface of TRL's `tree_attention`."""
     if given.get("sliding_window") or given.get("softcap"):
         raise ValueError("this stand-in has neither windows nor soft caps")
-    names = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k", "tree_max_seqlen_q", "tree_max_seqlen_k")
+    names = (
+        "tree_kv_index",
+        "tree_cu_seqlens_q",
+        "tree_cu_seqlens_k",
+        "tree_max_seqlen_q",
+        "tree_max_seqlen_k",
+    )
     queries, keys, mask, places = _plan(*(given[name] for name in names))
     taken = zip((query, key, value), (queries, keys, keys), strict=True)
     q, k, v = (
@@ -142,7 +148,7 @@ def trainer_of(settings: Any, rollouts: Rollouts, record: Any) -> Any:
     from transformers import AutoTokenizer
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
-    class Trainer(AsyncGRPOTrainer):  # type: ignore[misc]
+    class Trainer(AsyncGRPOTrainer):
         shared: SharedWeights
 
         def _sync_weight(self) -> None:
@@ -200,9 +206,14 @@ def require_same_logprobs(trainer: Any, samples: Any) -> float:
         model.set_attn_implementation("sdpa")
         wanted = []
         for sample in samples:
-            ids, mask = torch.from_numpy(sample["input_ids"])[None], torch.from_numpy(sample["completion_mask"])
+            ids, mask = (
+                torch.from_numpy(sample["input_ids"])[None],
+                torch.from_numpy(sample["completion_mask"]),
+            )
             hidden = model.get_base_model() if hasattr(model, "get_base_model") else model
-            logits = hidden.lm_head(hidden.model(input_ids=ids).last_hidden_state)[0, :-1] / trainer.temperature
+            logits = (
+                hidden.lm_head(hidden.model(input_ids=ids).last_hidden_state)[0, :-1] / trainer.temperature
+            )
             logp = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
             wanted.append(logp[mask[1:].bool()])
         model.set_attn_implementation(TREE_ATTENTION)

@@ -5,7 +5,7 @@ them into a queue. A step's prompts are computed once for each group, then their
 samples are decoded in one batch; finished samples leave the batch once they are a quarter of it. This is
 faster than `generate`, which computes every sample's prompt and keeps finished samples.
 
-Batch b starts as soon as version b - `max_staleness` exists, so that nothing becomes too stale and is dropped.
+Batch b starts as soon as version b - `max_staleness` exists, so that no sample is too stale and dropped.
 Weights come through a file in /dev/shm with room for two versions, written by `SharedWeights.publish`. Of
 adapters only the adapters come, and are merged here.
 """
@@ -35,7 +35,9 @@ class SharedWeights:
         self._version, self._shapes = version, {name: tuple(shape) for name, shape in shapes.items()}
         self._sizes = [int(np.prod(shape, dtype=np.int64)) for shape in self._shapes.values()]
         total = sum(self._sizes)
-        self._slots = torch.from_file(str(path), shared=True, size=2 * total, dtype=torch.float32).view(2, total)
+        self._slots = torch.from_file(str(path), shared=True, size=2 * total, dtype=torch.float32).view(
+            2, total
+        )
 
     @property
     def version(self) -> int:
@@ -79,7 +81,13 @@ class Policy:
 
     @torch.inference_mode()
     def sample(
-        self, prompts: Sequence[Sequence[int]], copies: int, most: int, temperature: float, eos: set[int], pad: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        copies: int,
+        most: int,
+        temperature: float,
+        eos: set[int],
+        pad: int,
     ) -> list[tuple[list[int], list[float]]]:
         """Return `copies` answers of each prompt, with the log-probs of their tokens."""
         lengths = torch.tensor([len(ids) for ids in prompts])
@@ -96,7 +104,11 @@ class Policy:
         mask, position = (each.repeat_interleave(copies, 0) for each in (mask, lengths[:, None]))
         total, ends = len(prompts) * copies, torch.tensor(sorted(eos))
         tokens, logprobs = torch.full((total, most), pad), torch.zeros(total, most)
-        count, here, live = torch.full((total,), most), torch.arange(total), torch.ones(total, dtype=torch.bool)
+        count, here, live = (
+            torch.full((total,), most),
+            torch.arange(total),
+            torch.ones(total, dtype=torch.bool),
+        )
         for n in range(most):
             found = torch.log_softmax(logits.float() / temperature, -1)
             # The largest of log-probs plus Gumbel noise is a sample of the distribution.
@@ -141,7 +153,7 @@ def orders(count: int, seed: int) -> Iterator[int]:
 
 def generate(settings: Mapping[str, Any], shm: str, version: Any, shapes: Any, queue: Any) -> None:
     """Sample and score batches until the parent ends. `shapes` receives the names and shapes of what is
-    trained. `queue` gets a list of (prompt, answer, log-probs, advantage, reward, version, group) at a time."""
+    trained. `queue` gets lists of (prompt, answer, log-probs, advantage, reward, version, group)."""
     from against_trl_judge import Judge
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -178,5 +190,7 @@ def generate(settings: Mapping[str, Any], shm: str, version: Any, shapes: Any, q
             rewards = [judge(task["prompt"], text, task["truth"]) for text in texts[own]]
             scored = zip(answers[own], advantages_of(rewards).tolist(), rewards, strict=True)
             group = batch * len(rows) + index
-            made += [(prompts[index], ids, logps, a, reward, held, group) for (ids, logps), a, reward in scored]
+            made += [
+                (prompts[index], ids, logps, a, reward, held, group) for (ids, logps), a, reward in scored
+            ]
         queue.put(made)

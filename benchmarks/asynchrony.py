@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from against_trl_runs import CpuMeter
+from metered import CpuMeter
 
 from areal_async.base.processes import RUN_VARIABLE
 from areal_async.service.record import read_run_log

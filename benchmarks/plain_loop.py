@@ -2,12 +2,12 @@
 
     python benchmarks/plain_loop.py SETTINGS.json
 
-The local engine's core samples a batch, the job's reward is called directly, and `train_step` trains. There is
-no buffer, socket, thread of our own, publication or check. The engine reads the trainer's weights in place;
-adapters are merged. Model, tasks and their order, batch, sampling, objective and optimizer are the job file's.
+The local engine's core samples a batch, the job's reward is called directly, and `train_step` trains. There
+is no buffer, socket, publication or check. The engine reads the trainer's weights in place; adapters are
+merged. Model, tasks and their order, batch, sampling, objective and optimizer are the job file's.
 
-The settings are `job` (file), `overrides`, `out`, `threads`, `every_steps` and `seed`. In `out` it writes the
-same files as `against_trl_trainer.py`. `record.json` also has the wall and CPU seconds of the mathematics of
+The settings are `job` (file), `overrides`, `out`, `threads` and `every_steps`. In `out` it writes the same
+files as `against_trl_trainer.py`. `record.json` also has the wall and CPU seconds of the mathematics of
 each step: the engine's forward passes, and forward, backward and optimizer of the trainer.
 """
 
@@ -63,6 +63,8 @@ class PlainLoop:
     """A job's model in the trainer and in the engine, its tasks and its reward."""
 
     def __init__(self, job: JobConfig) -> None:
+        if job.trainer.minibatches > 1:
+            raise SystemExit("the plain loop makes one update a step: set trainer.minibatches to 1")
         self.job, self.ranks = job, join_ranks(0, 1)
         torch.manual_seed(job.seed)
         self.backend = load_backend(job, self.ranks)
@@ -174,20 +176,20 @@ def run(settings: Mapping[str, Any]) -> None:
     torch.set_num_threads(settings["threads"])
     job, out = load_job(Path(settings["job"]), settings["overrides"]), Path(settings["out"])
     loop = PlainLoop(job)
-    record: dict[str, Any] = {"began_s": time.time(), "ended_s": [], "saving_s": [], "tokens": []}
-    record["mathematics"], saved_s, steps = [], 0.0, job.trainer.steps
+    record: dict[str, Any] = {"began_s": time.time(), "ended_s": [], "saving_s": []}
+    record["mathematics"], saved_s, steps, tokens = [], 0.0, job.trainer.steps, 0
     for step in range(steps):
         answers, rewards = loop.sample(step)
         loop.train(step, answers, rewards)
         record["ended_s"].append(time.time())
         record["saving_s"].append(saved_s)
-        record["tokens"].append(sum(len(each.prompt) + len(each.result.token_ids) for each in answers))
+        tokens += sum(len(each.prompt) + len(each.result.token_ids) for each in answers)
         record["mathematics"].append({name: list(spent) for name, spent in loop.spent.items()})
         if (step + 1) % settings["every_steps"] == 0 or step + 1 == steps:
             begun_s = time.perf_counter()
             save_file(loop.weights(), out / f"step-{step + 1:06d}.safetensors")
             saved_s += time.perf_counter() - begun_s
-    (out / "record.json").write_text(json.dumps(record))
+    (out / "record.json").write_text(json.dumps({**record, "tokens": tokens / steps}))
 
 
 if __name__ == "__main__":
