@@ -1,10 +1,11 @@
-"""Running either system once, and evaluating what it saved: the parts of `against_trl.py`.
+"""Running each system of `against_trl.py` once.
 
-Both start from one model, train on one task file with one reward, and save their weights every few steps;
+All start from one model, train on one task file with one reward, and save their weights every few steps;
 nothing is evaluated while they run. A `Run` has times from the beginning of training: of TRL's, the call of
-`train` on a trainer that is built; of ours, the beginning of step 0, which waits for its first samples. What
-came before, from the start of the process on (imports, loading, for ours the start of every service), is
-`start_s`. Seconds that TRL spent on saving weights are taken off; ours saves beside its steps.
+`train` on a trainer that is built; of ours, the beginning of step 0, which waits for its first samples; of
+the plain loop, the first sampling. What came before, from the start of the process on (imports, loading, for
+ours the start of every service), is `start_s`. Seconds that the rivals spent on saving weights are taken off;
+ours saves beside its steps.
 """
 
 from __future__ import annotations
@@ -12,169 +13,29 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-import psutil
-import torch
-from against_trl_trainer import Judge
-from safetensors.torch import load_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from against_trl_held_out import rows_of
+from metered import ROOT, Run, Saved, Setting, followed, measured
+from transformers import AutoTokenizer
 
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.models.prompts import prompt_ids
 from areal_async.service.record import as_it_became, read_run_log
-from areal_async.weights.adapter import PREFIX, BaseWeights
+from rollout_service.engines.local.engine import NO_PASSES, TERMS
 from trainer_service.backends.base import learning_rate
-from trainer_service.backends.fsdp.lora import published_name
 
-ROOT = Path(__file__).parent.parent
+Seconds = dict[str, tuple[float, float]]
+"""Wall and core-seconds by part of the mathematics."""
 TRL_PYTHON = ROOT / ".trl-env" / "bin" / "python"
-LIMIT_S = 3600.0
-SAMPLE_S = 1.0
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Weights after `step` steps, `seconds` after the beginning of training."""
-
-    step: int
-    seconds: float
-    weights: Path
-
-
-@dataclass
-class Run:
-    system: str
-    """`trl`, or a variant of ours such as `eta=4`."""
-    seed: int
-    lr: float
-    start_s: float = 0.0
-    s_per_step: float = 0.0
-    saving_s: float = 0.0
-    """Seconds taken off for saving."""
-    cpu_per_step: dict[str, float] = field(default_factory=dict)
-    """Core-seconds by process."""
-    cores_elsewhere: float = 0.0
-    """Cores that other programs of the machine had meanwhile, on average."""
-    staleness_mean: float = 0.0
-    points: list[tuple[int, float, float]] = field(default_factory=list)
-    """(steps, seconds, held-out accuracy), from step 0 on."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What both systems are run with."""
-
-    job_file: Path
-    work: Path
-    steps: int
-    every_steps: int
-    warmup_steps: int
-    """Left out of seconds and CPU per step."""
-
-
-class CpuMeter(threading.Thread):
-    """The CPU time of a process and of all below it, once a second until `end`."""
-
-    def __init__(self, pid: int, root_name: str) -> None:
-        super().__init__(daemon=True)
-        self._root, self._root_name = psutil.Process(pid), root_name
-        self._seen: dict[tuple[int, float], tuple[str, float]] = {}
-        self._ended = threading.Event()
-        self.samples: list[tuple[float, dict[str, float]]] = []
-        """Unix time, and core-seconds so far by process; `machine` is all that the machine did."""
-
-    def run(self) -> None:
-        while not self._ended.wait(SAMPLE_S):
-            self._sample()
-
-    def end(self) -> None:
-        self._ended.set()
-        self.join()
-
-    def _sample(self) -> None:
-        names = {self._root.pid: self._root_name}
-        with suppress(psutil.Error):
-            for process in [self._root, *self._root.children(recursive=True)]:
-                with suppress(psutil.Error):
-                    line, used = process.cmdline(), process.cpu_times()
-                    name = names.get(process.ppid(), self._root_name)  # A parent comes before its children
-                    if "--name" in line:
-                        name = line[line.index("--name") + 1]
-                    elif process.name().endswith("-server"):
-                        name = "redis"
-                    names[process.pid] = name
-                    self._seen[process.pid, process.create_time()] = (name, used.user + used.system)
-        cores = psutil.cpu_times()
-        total = {"machine": cores.user + cores.nice + cores.system + cores.irq + cores.softirq}
-        for name, cpu_s in self._seen.values():
-            total[name] = total.get(name, 0.0) + cpu_s
-        self.samples.append((time.time(), total))
-
-    def between(self, begin_s: float, end_s: float) -> dict[str, float]:
-        """Core-seconds by process from one unix time to another."""
-        first, last = self._at(begin_s), self._at(end_s)
-        return {name: last[name] - first.get(name, 0.0) for name in last}
-
-    def _at(self, time_s: float) -> dict[str, float]:
-        """Between two samples what was used grows evenly."""
-        late = next((n for n, (when_s, _) in enumerate(self.samples) if when_s >= time_s), None)
-        if late is None or late == 0:
-            return self.samples[-1 if late is None else 0][1]
-        (before_s, before), (after_s, after) = self.samples[late - 1], self.samples[late]
-        share = (time_s - before_s) / (after_s - before_s)
-        return {name: before.get(name, 0.0) + share * (after[name] - before.get(name, 0.0)) for name in after}
-
-
-def measured(
-    setting: Setting, run: Run, meter: CpuMeter, started_s: float, began_s: float, ended_s: Sequence[float]
-) -> Run:
-    """Fill in what the times of a training (unix seconds, `ended_s` of its steps) and its CPU say."""
-    first_s, last_s = ended_s[setting.warmup_steps - 1], ended_s[-1]
-    steps = len(ended_s) - setting.warmup_steps
-    used = meter.between(first_s, last_s)
-    machine_s = used.pop("machine")
-    run.start_s = began_s - started_s
-    run.s_per_step = (last_s - first_s) / steps
-    run.cpu_per_step = {name: cpu_s / steps for name, cpu_s in sorted(used.items())}
-    run.cores_elsewhere = max(0.0, machine_s - sum(used.values())) / (last_s - first_s)
-    return run
-
-
-def followed(command: Sequence[str], log: Path, name: str, **environment: str) -> tuple[CpuMeter, float]:
-    """Run a command to its end with its output in `log`; returns its CPU and the unix time of its start.
-    Raises SystemExit where it fails."""
-    started_s = time.time()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, cwd=ROOT, env={**os.environ, **environment}
-        )
-        meter = CpuMeter(process.pid, name)
-        meter.start()
-        try:
-            status = process.wait(LIMIT_S)
-        finally:
-            meter.end()
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(15)
-                process.kill()
-    if status:
-        raise SystemExit(f"{name} failed with status {status}: see {log}")
-    return meter, started_s
+MAX_STALENESS = 2
+"""Of TRL's asynchronous trainer."""
+CORES = len(os.sched_getaffinity(0))
 
 
 def run_ours(setting: Setting, run: Run, overrides: Sequence[str]) -> tuple[Run, list[Saved]]:
@@ -199,13 +60,39 @@ def run_ours(setting: Setting, run: Run, overrides: Sequence[str]) -> tuple[Run,
     records = [r for r in as_it_became(read_run_log(folder / "metrics.jsonl")) if r["kind"] == "step"]
     ended_s = [record["time_s"] for record in records]
     began_s = ended_s[0] - records[0]["step_s"]
-    run.staleness_mean = fmean(record["staleness_mean"] for record in records[setting.warmup_steps :])
+    counted = records[setting.warmup_steps :]
+    run.staleness_mean = fmean(record["staleness_mean"] for record in counted)
+    run.tokens_per_step = fmean(record["units"] for record in records)
+    run.mathematics = own_mathematics(counted, read_run_log(folder / "metrics.jsonl"))
     saved = [
         Saved(step, ended_s[step - 1] - began_s, weights)
         for weights in sorted((folder / "checkpoints").glob("step-*/policy-00000-of-00001.safetensors"))
         for step in [int(weights.parent.name.removeprefix("step-"))]
     ]
     return measured(setting, run, meter, started_s, began_s, ended_s), saved
+
+
+def own_mathematics(steps: Sequence[Mapping[str, Any]], log: Sequence[Mapping[str, Any]]) -> Seconds:
+    """Return the mathematics of our own services per step: the engines' passes in CPU seconds of their
+    threads, and the trainer's `update` by the clock. Each stands for both kinds of seconds."""
+    update_s = fmean(record["phases"]["update"] for record in steps)
+    loads = [record for record in log if record["kind"] == "load" and "rollout-0" in record["services"]]
+    spent = [
+        (load["steps"], sum(sum_of_passes(told) for told in load["services"].values()))
+        for load in loads
+        if load["steps"] >= steps[0]["step"]
+    ]
+    found = {"trainer": (update_s, update_s)}
+    if len(spent) > 1 and spent[-1][0] > spent[0][0]:
+        engine_s = (spent[-1][1] - spent[0][1]) / (spent[-1][0] - spent[0][0])
+        found["engine"] = (engine_s, engine_s)
+    return found
+
+
+def sum_of_passes(service: Mapping[str, Any]) -> float:
+    """Return the CPU seconds of a service's engine passes (`with_pass` of the local engine)."""
+    passes: Sequence[float] = service.get("passes") or NO_PASSES
+    return float(passes[-TERMS])
 
 
 def trl_settings(setting: Setting, job: JobConfig, run: Run, chosen: Mapping[str, int]) -> dict[str, Any]:
@@ -258,32 +145,79 @@ def trl_settings(setting: Setting, job: JobConfig, run: Run, chosen: Mapping[str
     }
 
 
-def rows_of(tasks: str | Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(tasks).read_text().splitlines()]
+@dataclass(frozen=True)
+class Rival:
+    """A program that is given its settings as a file, and leaves `record.json` and weights in its folder."""
+
+    program: str
+    settings: Callable[[Setting, JobConfig, Run, Mapping[str, int]], dict[str, Any]]
+    trl: bool = True
+    """Whether it runs in TRL's environment."""
 
 
-def run_trl(setting: Setting, run: Run, chosen: Mapping[str, int]) -> tuple[Run, list[Saved]]:
-    """Train by TRL's GRPOTrainer in its own environment. `chosen`: `threads`, and `batch`, the episodes of a
-    pass."""
-    if not TRL_PYTHON.exists():
+def async_settings(setting: Setting, job: JobConfig, run: Run, chosen: Mapping[str, int]) -> dict[str, Any]:
+    """The same for `AsyncGRPOTrainer`. It has one loss, the clipped ratio, and averages it over a pass: only
+    a pass of the whole batch gives the mean over the update's tokens."""
+    settings = trl_settings(setting, job, run, chosen)
+    fixed = ("generation_batch_size", "num_iterations", "loss_type", "scale_rewards", "beta")
+    config = {name: value for name, value in settings["config"].items() if name not in fixed}
+    config["max_staleness"] = MAX_STALENESS
+    return {**settings, "config": config, "generate_threads": chosen["generate_threads"]}
+
+
+def plain_settings(setting: Setting, job: JobConfig, run: Run, chosen: Mapping[str, int]) -> dict[str, Any]:
+    overrides = [
+        f"seed={run.seed}",
+        f"trainer.steps={setting.steps}",
+        f"trainer.optimizer.lr={run.lr}",
+        "tasks.evaluation=null",
+        "buffer.max_staleness=0",
+    ]
+    return {
+        "job": str(setting.job_file),
+        "overrides": overrides,
+        "threads": chosen["threads"],
+        "every_steps": setting.every_steps,
+    }
+
+
+RIVALS = {
+    "trl": Rival("against_trl_trainer.py", trl_settings),
+    "trl-async": Rival("against_trl_async.py", async_settings),
+    "plain": Rival("plain_loop.py", plain_settings, trl=False),
+}
+
+
+def run_rival(setting: Setting, run: Run, chosen: Mapping[str, int]) -> tuple[Run, list[Saved]]:
+    """Train by the rival `run.system`. `chosen` has its threads, and TRL's episodes of a pass."""
+    rival = RIVALS[run.system]
+    if rival.trl and not TRL_PYTHON.exists():
         raise SystemExit("TRL has no environment yet: run make trl-env")
-    out = setting.work / "trl"
+    out = setting.work / run.system
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     settings = out / "settings.json"
-    settings.write_text(json.dumps(trl_settings(setting, load_job(setting.job_file), run, chosen)))
+    job = load_job(setting.job_file)
+    settings.write_text(json.dumps({**rival.settings(setting, job, run, chosen), "out": str(out)}))
     meter, started_s = followed(
-        [str(TRL_PYTHON), str(ROOT / "benchmarks" / "against_trl_trainer.py"), str(settings)],
-        setting.work / "trl.log",
-        "trl",
+        [
+            str(TRL_PYTHON if rival.trl else sys.executable),
+            str(ROOT / "benchmarks" / rival.program),
+            str(settings),
+        ],
+        setting.work / f"{run.system}.log",
+        run.system,
         PYTHONPATH=str(ROOT),
         HF_HUB_OFFLINE="1",
         TOKENIZERS_PARALLELISM="false",
+        TRL_EXPERIMENTAL_SILENCE="1",
         OMP_NUM_THREADS=str(chosen["threads"]),
     )
     record = json.loads((out / "record.json").read_text())
     began_s, ended_s, saving_s = record["began_s"], record["ended_s"], record["saving_s"]
-    run.saving_s = saving_s[-1]
+    run.saving_s, run.settings = saving_s[-1], dict(chosen)
+    run.staleness_mean, run.tokens_per_step = record.get("staleness", 0.0), record["tokens"]
+    run.mathematics = per_step(record.get("mathematics", []), setting.warmup_steps)
     saved = [
         Saved(step, ended_s[step - 1] - saving_s[step - 1] - began_s, weights)
         for weights in sorted(out.glob("step-*.safetensors"))
@@ -292,51 +226,12 @@ def run_trl(setting: Setting, run: Run, chosen: Mapping[str, int]) -> tuple[Run,
     return measured(setting, run, meter, started_s, began_s, ended_s), saved
 
 
-class HeldOut:
-    """The one function that evaluates both: greedy answers to the held-out tasks, scored by the job's
-    reward."""
-
-    def __init__(self, job: JobConfig) -> None:
-        assert job.tasks.evaluation is not None
-        self._rows = rows_of(job.tasks.evaluation)
-        self._tokenizer = AutoTokenizer.from_pretrained(job.model, padding_side="left")
-        self.prompt_ids = [prompt_ids(self._tokenizer, row["prompt"]) for row in self._rows]
-        self._judge = Judge(self._tokenizer, job.reward.name, job.reward.args)
-        self._job = job
-        self._model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32).eval()
-
-    def accuracy(self, weights: Path) -> float:
-        """Share of right answers with the weights in a safetensors file: adapters, or the whole model, of
-        which a tied output layer may be left out. It names tensors as the model does, or as peft."""
-        loaded = self._model.load_state_dict(whole(self._job, load_file(weights)), strict=False)
-        if loaded.unexpected_keys or set(loaded.missing_keys) - {"lm_head.weight"}:
-            raise SystemExit(f"{weights} is of another model: {loaded}")
-        self._model.tie_weights()
-        given = self._tokenizer.pad({"input_ids": self.prompt_ids}, return_tensors="pt")
-        with torch.inference_mode():
-            answered = self._model.generate(
-                input_ids=given["input_ids"],
-                attention_mask=given["attention_mask"],
-                do_sample=False,
-                max_new_tokens=self._job.rollout.sampling.max_new_tokens,
-            )
-        answers = self._tokenizer.batch_decode(
-            answered[:, given["input_ids"].shape[1] :], skip_special_tokens=True
-        )
-        scored = zip(self._rows, answers, strict=True)
-        return fmean(
-            self._judge(row["prompt"], answer, row["reward_model"]["ground_truth"]) for row, answer in scored
-        )
-
-
-def whole(job: JobConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """`tensors`, or where they are adapters the job's model merged with them, in fp32."""
-    lora = job.trainer.lora
-    if not any(".lora_A." in name for name in tensors):
-        return tensors
-    adapter = {published_name(name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}
-    base = BaseWeights(Path(job.model), torch.float32)
-    try:
-        return dict(base.merged(adapter, lora.alpha / lora.rank))
-    finally:
-        base.close()
+def per_step(spent: Sequence[Mapping[str, Sequence[float]]], warmup: int) -> Seconds:
+    """Return the mean wall and core-seconds per step after the warm-up, from sums after each step."""
+    if not spent:
+        return {}
+    first, last, steps = spent[warmup - 1], spent[-1], len(spent) - warmup
+    return {
+        name: ((wall_s - first[name][0]) / steps, (cpu_s - first[name][1]) / steps)
+        for name, (wall_s, cpu_s) in last.items()
+    }

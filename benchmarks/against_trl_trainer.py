@@ -16,29 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from against_trl_judge import Judge
 from safetensors.torch import save_file
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-
-from areal_async.models.prompts import prompt_text
-from reward_service.sdk import RewardInput, load_reward
-
-
-class Judge:
-    """The job's reward of one answer, for both systems."""
-
-    def __init__(self, tokenizer: Any, name: str, args: Mapping[str, Any]) -> None:
-        self._tokenizer, self._reward, self._args = tokenizer, load_reward(name), args
-
-    def __call__(self, prompt: str | Sequence[Mapping[str, Any]], response: str, truth: Any) -> float:
-        given = RewardInput(
-            prompt=prompt_text(self._tokenizer, prompt),
-            is_chat=not isinstance(prompt, str),
-            response=response,
-            ground_truth=truth,
-        )
-        value: Any = self._reward(given, **self._args)
-        return float(value)
 
 
 def rewards_of(judge: Judge) -> Callable[..., list[float]]:
@@ -87,8 +68,8 @@ class Record(TrainerCallback):
             save_file(weights, self.out / f"step-{state.global_step:06d}.safetensors")
             self._saved_s += time.perf_counter() - begun_s
 
-    def write(self) -> None:
-        record = {"began_s": self.began_s, "ended_s": self.ended_s, "saving_s": self.saving_s}
+    def write(self, **more: float) -> None:
+        record = {"began_s": self.began_s, "ended_s": self.ended_s, "saving_s": self.saving_s, **more}
         (self.out / "record.json").write_text(json.dumps(record))
 
 
@@ -127,7 +108,7 @@ def main() -> None:
     record.began_s = time.time()
     trainer.train()
     require_same_prompts(trainer, settings)  # on nobody's clock
-    record.write()
+    record.write(tokens=trainer.state.num_input_tokens_seen / len(record.ended_s))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ another; the small services run wherever there is room. Runs alternate η, 0, η
 each are left out. Asynchrony creates no throughput by itself: with U the busy share of the busier role in
 the synchronous run, the speedup is at most 1 / U; reported is the share of that ideal that was reached.
 
-That ideal supposes a core for every process. Where there are fewer, no run can use more than all of them, so
-beside it stands the CPU of a step, all processes together, and the steps per second at which it fills the
-cores; of that bound, too, the share that was reached.
+That ideal supposes a core for every process. If there are fewer, no run can do more than fill them all with
+the step's mathematics: the engine's forward passes, and forward, backward and optimizer of the trainer. Their
+seconds are measured in the plain loop (`plain_loop.py`), with one thread and with all. The result has the
+steps per second that the cores allow by that measure, and the share of them that was reached. The CPU of
+everything else is not part of it.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from against_trl_runs import CpuMeter
+from against_trl_report import least_of, mathematics_of
+from against_trl_runs import CORES, run_rival
+from metered import CpuMeter, Run, Setting
 
 from areal_async.base.processes import RUN_VARIABLE
+from areal_async.config.load import load_job
 from areal_async.service.record import read_run_log
 
 WARMUP_STEPS = 10
@@ -106,6 +111,14 @@ def measure(job_file: Path, eta: int, steps: int) -> dict[str, Any]:
     }
 
 
+def mathematics(job_file: Path, steps: int) -> list[dict[str, Any]]:
+    """Measure the mathematics of a step of the plain loop with one thread and with all."""
+    setting = Setting(job_file.resolve(), Path("runs/asynchrony").resolve(), steps, steps, WARMUP_STEPS)
+    rate = load_job(job_file).trainer.optimizer.lr
+    runs = [run_rival(setting, Run("plain", 0, rate), {"threads": n})[0] for n in sorted({1, CORES})]
+    return [mathematics_of(run) for run in runs]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--job", type=Path, default=Path("runs/quickstart-files/train.yaml"))
@@ -124,8 +137,9 @@ def main() -> None:
     sync, ahead = figures[0], figures[options.eta]
     u_sync = max(sync["trainer_busy"], sync["rollout_busy"])
     speedup = ahead["steps_per_s"] / sync["steps_per_s"]
-    cores = len(os.sched_getaffinity(0))
-    most_per_s = cores / ahead["core_s_per_step"]
+    alone = mathematics(options.job, max(WARMUP_STEPS + 1, options.steps // 2))
+    least_s, least_core_s = (each * alone[0]["tokens"] for each in least_of(alone, CORES))
+    most_per_s = 1 / least_s
     result = {
         "runs": runs,
         "median": figures,
@@ -133,9 +147,11 @@ def main() -> None:
         "u_sync": u_sync,
         "ideal_speedup": 1 / u_sync,
         "share_of_ideal": speedup * u_sync,
-        "cores": cores,
+        "cores": CORES,
+        "mathematics": alone,
         "most_steps_per_s": most_per_s,
         "share_of_cores": ahead["steps_per_s"] / most_per_s,
+        "share_of_mathematics": least_core_s / ahead["core_s_per_step"],
     }
     print("  η  steps/s  trainer  rollout  core-s/step  staleness  dropped")
     for run in runs:
@@ -146,7 +162,8 @@ def main() -> None:
         )
     print(
         f"speedup {speedup:.2f}; ideal 1/U_sync {1 / u_sync:.2f}; share of the ideal {speedup * u_sync:.2f}\n"
-        f"{cores} cores allow {most_per_s:.2f} steps/s; share of them {result['share_of_cores']:.2f}"
+        f"{CORES} cores allow {most_per_s:.2f} steps/s; share of them {result['share_of_cores']:.2f}; "
+        f"share of mathematics of the CPU {result['share_of_mathematics']:.2f}"
     )
     if options.out:
         options.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -13,19 +12,20 @@ from typing import Any
 import pytest
 import torch
 from against_trl import MODELS, variants
+from against_trl_held_out import HeldOut, whole
+from against_trl_judge import Judge
 from against_trl_report import crossed_at, draw, first_at, learned_better, tables
-from against_trl_runs import CpuMeter, HeldOut, Run, Setting, followed, trl_settings, whole
-from against_trl_trainer import Judge, require_same_prompts, rewards_of, scheduler_of
+from against_trl_runs import trl_settings
+from against_trl_trainer import require_same_prompts, rewards_of, scheduler_of
+from metered import CpuMeter, Run, Setting, followed
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_async.cli.quickstart.model import make_tokenizer, write_model
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.weights.adapter import PREFIX
 from reward_service.sdk import RewardInput, load_reward
-
-CURVE = [(0, 0.0, 0.45), (25, 10.0, 0.65), (50, 20.0, 0.75), (75, 30.0, 0.72), (100, 40.0, 0.81)]
+from tests.unit.quickstart.conftest import CHATS, CURVE, row_of
 
 THRESHOLDS = MODELS["quickstart"].thresholds
 
@@ -35,11 +35,6 @@ def run_of(system: str, seed: int, pace: float, reaches: float = 0.81) -> Run:
     return Run(
         system, seed, 1e-4, start_s=5.0, s_per_step=0.4 * pace, cpu_per_step={system: 0.5}, points=points
     )
-
-
-def row_of(text: str, *begins: str) -> list[str]:
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-    return next(row for row in rows if row[: len(begins)] == list(begins))
 
 
 def test_a_threshold_counts_from_the_first_checkpoint_above_it_or_from_an_even_rise_between_two() -> None:
@@ -54,21 +49,31 @@ def test_the_better_learning_rate_comes_farther_and_then_sooner() -> None:
     assert max([soon_but_low, late, CURVE], key=lambda points: learned_better(points, THRESHOLDS)) is CURVE
 
 
+def rows_of(text: str, *begins: str) -> list[list[str]]:
+    """Return the further cells of the rows that begin so, of all tables."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    return [row[len(begins) :] for row in rows if row[: len(begins)] == list(begins)]
+
+
 def test_ratios_are_of_the_means_and_of_each_seed() -> None:
     text = tables(
         [run_of("eta=4", 0, 1.0), run_of("trl", 0, 2.0), run_of("trl", 1, 4.0), run_of("eta=4", 1, 2.0)],
         THRESHOLDS,
     )
-    assert row_of(text, "0.70", "interpolated")[2:] == ["22.5", "45.0", "0.50 (0.50, 0.50)"]
-    assert row_of(text, "0.70", "at the first checkpoint")[2:] == ["30.0", "60.0", "0.50 (0.50, 0.50)"]
-    assert row_of(text, "0.70", "interpolated, from the start of the process")[2:4] == ["27.5", "50.0"]
+    seconds, ratios = rows_of(text, "0.70", "interpolated, from the start of training")
+    assert (seconds, ratios) == (["22.5", "45.0"], ["0.50 (trl)", "0.50 (0.50, 0.50)"])
+    seconds, ratios = rows_of(text, "0.70", "at the first checkpoint, from the start of training")
+    assert (seconds, ratios) == (["30.0", "60.0"], ["0.50 (trl)", "0.50 (0.50, 0.50)"])
+    assert rows_of(text, "0.70", "interpolated, from the start of the process")[0] == ["27.5", "50.0"]
+    assert row_of(text, "0.70", "interpolated")[2:] == ["37", "37", "1.00 (1.00, 1.00)"]
 
 
 def test_a_system_of_which_a_run_fell_short_has_no_mean() -> None:
     text = tables(
         [run_of("eta=4", 0, 1.0), run_of("eta=4", 1, 1.0, reaches=0.78), run_of("trl", 0, 1.0)], THRESHOLDS
     )
-    assert row_of(text, "0.80", "interpolated")[2:] == ["1 of 2 came there", "38.9", "–"]
+    seconds, ratios = rows_of(text, "0.80", "interpolated, from the start of training")
+    assert (seconds, ratios) == (["1 of 2 came there", "38.9"], ["– (trl)", "–"])
 
 
 def test_steps_are_compared_with_synchronous_training_where_it_ran() -> None:
@@ -100,38 +105,6 @@ def test_cpu_is_counted_by_process_with_that_of_children_that_ended() -> None:
 def test_a_run_that_fails_ends_the_measurement(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="failed with status 3"):
         followed([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log", "trl")
-
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
-    "{% if add_generation_prompt %}assistant={% endif %}"
-)
-CHATS: list[Any] = [
-    [{"role": "user", "content": "7+6="}],
-    [{"role": "system", "content": "add"}, {"role": "user", "content": "11-2="}],
-    "1+1=",  # a text has no template
-]
-
-
-@pytest.fixture
-def chats(tmp_path: Path, job: JobConfig) -> JobConfig:
-    """A job with chats, adapters and a warm-up."""
-    tokenizer = make_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789+-=;")
-    tokenizer.chat_template = TEMPLATE
-    write_model(tmp_path / "model", 0, tokenizer)
-    rows = [{"prompt": prompt, "reward_model": {"ground_truth": "13"}} for prompt in CHATS]
-    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    changed = {
-        **job.model_dump(),
-        "tasks": {"train": tmp_path / "train.jsonl", "evaluation": tmp_path / "train.jsonl"},
-        "rollout": {"sampling": {"max_new_tokens": 4}},
-        "reward": {"name": "gsm8k", "args": {"flexible": True}},
-        "trainer": {
-            "lora": {"rank": 4, "alpha": 12},
-            "optimizer": {"lr": 1.0, "warmup_steps": 4, "schedule": "linear"},
-        },
-    }
-    return JobConfig.model_validate(changed)
 
 
 def settings_of(job: JobConfig) -> dict[str, Any]:
