@@ -47,6 +47,7 @@ HEAVY = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2",
+    "transformers.processing_utils",
     "trainer_service.main",
     "trainer_service.backends.fsdp.backend",
     "rollout_service.service",

@@ -41,6 +41,7 @@ if "numpy.random" in sys.modules:
     state["numpy"] = sys.modules["numpy.random"].random()
 if "torch" in sys.modules:
     torch = sys.modules["torch"]
+    state["cuda"] = torch.cuda.is_initialized()
     exec(os.environ["THREADS"])
     state["threads"] = threads
 os.write(fd, json.dumps(state).encode())
@@ -163,6 +164,15 @@ def test_a_fork_is_the_service_that_a_fresh_process_would_be(server, starter, tm
             first.terminate()
             wait_for(lambda: first.poll() == -signal.SIGTERM)
             assert second.alive
+
+
+def test_the_modules_of_services_start_no_thread(server, starter):
+    server()
+    with ForkServer.of_services() as made, starter.started(made) as (_, said):
+        state = said()
+        assert state["loaded"] == ["numpy", "torch"], "it is a fork of the server that has imported them"
+        assert state["threads"] == fresh_threads(1)
+        assert not state["cuda"]
 
 
 def test_its_status_is_seen_and_the_server_does_not_know_its_environment(server, starter):
