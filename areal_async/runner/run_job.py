@@ -181,8 +181,7 @@ def run_job(
     lines = PlainLines(console, policy=job.policy)
     are_shown = inline or plain or not console.is_terminal
     by = f" --cluster {cluster_file}" if cluster_file is not None else ""
-    is_here = not inline and (cluster is None or cluster.launcher == "local")
-    forks = fork_server(job.buffer.redis_login.password_env) if is_here else None
+    forks = None if inline else _forks(job, cluster)
 
     def on_line(line: bytes) -> None:
         if are_shown:
@@ -216,6 +215,13 @@ def run_job(
         folders.release()
     print_closing(console, job, result)
     return result
+
+
+def _forks(job: JobConfig, cluster: ClusterConfig | None) -> ForkServer | None:
+    """Return a fork server for the services of this machine, or None if a cluster starts them."""
+    if cluster is not None and cluster.launcher != "local":
+        return None
+    return fork_server(job.buffer.redis_login.password_env)
 
 
 def _run(
