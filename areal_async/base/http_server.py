@@ -476,6 +476,9 @@ class Connection(HttpToolsProtocol):
         self._arriving = "body"
         if len(self.pipeline) >= MOST_AHEAD:
             raise ValueError("too many requests before an answer")
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (hosts == 0 and self.parser.get_http_version() == "1.1"):
+            raise ValueError("a request names one host")  # RFC 9112, 3.2
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

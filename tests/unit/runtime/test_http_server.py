@@ -334,6 +334,21 @@ async def test_a_request_with_two_ends_is_refused_and_nothing_after_it_is_heard(
         assert b"fine" not in said
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nhost: y\r\n", 400),
+        (b"GET / HTTP/1.0\r\nHost: x\r\nHost: x\r\n", 400),
+        (b"GET / HTTP/1.0\r\n", 200),
+    ],
+)
+async def test_a_request_names_one_host(head, status):
+    async with serving() as (server, _app):
+        client = await Client.of(server, head + b"\r\n")
+        assert (await client.reader.readline()).split()[1] == str(status).encode()
+
+
 async def test_a_process_out_of_descriptors_tries_again_later(logged):
     class Starved(socket.socket):
         tries = 0
