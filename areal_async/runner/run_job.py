@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,8 +181,6 @@ def run_job(
     lines = PlainLines(console, policy=job.policy)
     are_shown = inline or plain or not console.is_terminal
     by = f" --cluster {cluster_file}" if cluster_file is not None else ""
-    is_here = not inline and (cluster is None or cluster.launcher == "local")
-    forks = fork_server(job.buffer.redis_login.password_env) if is_here else None
 
     def on_line(line: bytes) -> None:
         if are_shown:
@@ -192,7 +190,7 @@ def run_job(
 
     try:
         with (
-            forks or nullcontext(),
+            _forks(job, cluster, inline=inline) as forks,
             private_files(),
             mirrored(job, run_dir, overwrite=overwrite, resume=resume),
             _logged_to(folders.logs / f"{'inline' if inline else 'supervisor'}.log", job),
@@ -216,6 +214,16 @@ def run_job(
         folders.release()
     print_closing(console, job, result)
     return result
+
+
+@contextmanager
+def _forks(job: JobConfig, cluster: ClusterConfig | None, *, inline: bool) -> Iterator[ForkServer | None]:
+    """Yield the server whose forks are the services of this machine; None if there are none."""
+    if inline or (cluster is not None and cluster.launcher != "local"):
+        yield None
+        return
+    with fork_server(job.buffer.redis_login.password_env) as forks:
+        yield forks
 
 
 def _run(
