@@ -88,7 +88,7 @@ class ForkServer:
 
     def __init__(self, light: Sequence[str], heavy: Sequence[str], environment: Mapping[str, str]) -> None:
         self._modules = Modules(light, heavy)
-        self._environment = environment
+        self.environment = environment
         self._deaths = Restarts(RestartPolicy(limit=3))
         self._given_up = False
         self._child: ChildProcess | None = None
@@ -103,10 +103,6 @@ class ForkServer:
         for name in (RUN_VARIABLE, secret):
             environment.pop(name, None)
         return cls(LIGHT, HEAVY, environment)
-
-    def knows(self, variable: str) -> bool:
-        """Return whether the server has this environment variable."""
-        return variable in self._environment
 
     def __enter__(self) -> Self:
         self.begin()
@@ -124,7 +120,7 @@ class ForkServer:
             ours.setblocking(False)
         self._channels = [_Channel(ours) for ours, _ in pairs]
         try:
-            self._child = launch([theirs for _, theirs in pairs], self._modules, self._environment)
+            self._child = launch([theirs for _, theirs in pairs], self._modules, self.environment)
         except OSError as error:
             self._lost(str(error))
         finally:
@@ -204,7 +200,7 @@ def fork_server(secret: str) -> ForkServer:
     """Return a server without the environment variable `secret`: the prepared one, or one to begin."""
     if _prepared:
         server = _prepared.pop()
-        if not server.knows(secret):
+        if secret not in server.environment:
             return server
         server.close()
     return ForkServer.of_services(secret)

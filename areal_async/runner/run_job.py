@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,6 @@ def run_job(
     lines = PlainLines(console, policy=job.policy)
     are_shown = inline or plain or not console.is_terminal
     by = f" --cluster {cluster_file}" if cluster_file is not None else ""
-    forks = None if inline else _forks(job, cluster)
 
     def on_line(line: bytes) -> None:
         if are_shown:
@@ -191,7 +190,7 @@ def run_job(
 
     try:
         with (
-            forks or nullcontext(),
+            _forks(job, cluster, inline=inline) as forks,
             private_files(),
             mirrored(job, run_dir, overwrite=overwrite, resume=resume),
             _logged_to(folders.logs / f"{'inline' if inline else 'supervisor'}.log", job),
@@ -217,11 +216,14 @@ def run_job(
     return result
 
 
-def _forks(job: JobConfig, cluster: ClusterConfig | None) -> ForkServer | None:
-    """Return a fork server for the services of this machine, or None if a cluster starts them."""
-    if cluster is not None and cluster.launcher != "local":
-        return None
-    return fork_server(job.buffer.redis_login.password_env)
+@contextmanager
+def _forks(job: JobConfig, cluster: ClusterConfig | None, *, inline: bool) -> Iterator[ForkServer | None]:
+    """Yield the server whose forks are the services of this machine; None if there are none."""
+    if inline or (cluster is not None and cluster.launcher != "local"):
+        yield None
+        return
+    with fork_server(job.buffer.redis_login.password_env) as forks:
+        yield forks
 
 
 def _run(
