@@ -170,11 +170,34 @@ def half_character(value: Any) -> str | None:
     return None
 
 
+def _is_small(value: Any) -> bool:
+    """Return whether plain values keep to both limits. False means that a closer look is needed."""
+    level, nodes = [value], 0
+    for _ in range(MOST_LEVELS):
+        nodes += len(level)
+        if nodes > MOST_NODES:
+            return False
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                inner += each.values()
+            elif isinstance(each, list):
+                inner += each
+            elif not isinstance(each, (str, int, float, type(None))):
+                return False
+        if not inner:
+            return True
+        level = inner
+    return False
+
+
 def too_nested(value: Any) -> str | None:
     """Return the dotted path of the first place that breaks `MOST_LEVELS` or `MOST_NODES`, or None.
 
     `value` consists of plain values or of YAML nodes. A structure that contains itself is too deep.
     """
+    if _is_small(value):
+        return None
     nodes = 0
 
     def look(value: Any, path: tuple[str, ...]) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from fractions import Fraction
+from functools import lru_cache
 
 from areal_async.config.base import Section
 from reward_service.sdk import RewardInput
@@ -65,7 +66,12 @@ def final_number(response: str) -> str | None:
 def parse_number(text: str) -> tuple[Fraction, bool] | None:
     """Return the exact value and whether it was written as a decimal, or None if the text is not a number."""
     text = folded(text)
-    if len(text) > LONGEST_NUMBER or not re.fullmatch(NUMBER, text):
+    return None if len(text) > LONGEST_NUMBER else _number(text)
+
+
+@lru_cache(maxsize=4096)  # the answers of a group, and its ground truth, are the same few numbers
+def _number(text: str) -> tuple[Fraction, bool] | None:
+    if not re.fullmatch(NUMBER, text):
         return None
     top, _, bottom = text.replace(",", "").partition("/")
     try:

@@ -145,6 +145,21 @@ def test_a_structure_that_holds_itself_is_too_nested():
     assert too_nested([[1], {"a": (2, 3)}]) is None
 
 
+@pytest.mark.parametrize("leaf", [1, [], {}, [[]], (1,), b"x"])
+def test_the_deepest_place_has_a_value_and_no_list(leaf):
+    value = leaf
+    for _ in range(MOST_LEVELS):
+        value = [value]
+    assert (too_nested(value) is None) == (not isinstance(leaf, (list, dict, tuple)))
+    assert too_nested(value[0] if leaf != [[]] else value[0][0]) is None
+
+
+def test_values_are_counted_once_per_reference():
+    shared = list(range(1000))
+    assert too_nested([shared] * 190) is None
+    assert too_nested([shared] * 200) is not None
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
