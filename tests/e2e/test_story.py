@@ -39,8 +39,6 @@ HELPERS = {
     "reward_service/router.py": "finds the pool of a reward",
     "rollout_service/engines/local/": "is one of the engines",
     "rollout_service/replicas/": "chooses and restarts engines",
-    "rollout_service/worker/failures.py": "sorts failures of an episode",
-    "rollout_service/workflows/__init__.py": "finds the workflow",
     "trainer_service/algorithms/table.py": "holds a step's columns",
     "trainer_service/checks/": "compares log-probs",
     "trainer_service/data/": "turns episodes into rows and micro-batches",

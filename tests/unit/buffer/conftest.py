@@ -365,11 +365,20 @@ async def lease(front: Coordinator, capacity: int = 1, epoch: int = 1, version: 
 
 async def store(front: Coordinator, group: Any, blobs: Sequence[Any], samples: Any = None, **tag: int) -> Any:
     """Put `blobs`, of the first samples or of these, as sampled from `version` of `epoch`."""
+    return (await ask_to_store(front, group, blobs, samples, **tag)).groups[0]
+
+
+async def ask_to_store(
+    front: Coordinator, group: Any, blobs: Sequence[Any], samples: Any = None, **tag: int
+) -> PutAck:
+    """Put blobs as `store` does, and return the whole acknowledgement."""
     version, samples = tag.get("version", 0), range(len(blobs)) if samples is None else samples
     versions = {"policy": Versions(version, version, tag.get("epoch", 1))}
     arrivals = tuple(Arrival(i, len(b), 8, 4, versions) for i, b in zip(samples, blobs, strict=True))
     command = StoreEpisodes((GroupArrivals(group.lease_id, group.group_id, arrivals),))
-    return (await front.store(command, [GroupBytes(blobs)])).reply.groups[0]  # type: ignore[attr-defined]
+    reply = (await front.store(command, [GroupBytes(blobs)])).reply
+    assert isinstance(reply, PutAck)
+    return reply
 
 
 async def judge(front: Coordinator, verdict: Verdict | None = None) -> None:

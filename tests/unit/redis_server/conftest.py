@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import redis as redis_sync
@@ -25,7 +25,7 @@ from areal_async.rpc.messages import Checkpointed, Commit, ExportLedger, Lease, 
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.rules import Rules
-from tests.unit.buffer.conftest import front_of, judge, store
+from tests.unit.buffer.conftest import ask_to_store, front_of, judge
 from tests.waiting import wait_for
 
 
@@ -157,6 +157,13 @@ def servers(folder: Path) -> Iterator[Callable[..., Server]]:
         server.kill()
 
 
+class Stored(NamedTuple):
+    """The answer to a put of one group."""
+
+    stored: list[int]
+    durability: str
+
+
 class Life:
     """A front and everybody who speaks to it. Raises what the front raises."""
 
@@ -169,9 +176,10 @@ class Life:
     async def lease(self, capacity: int = 2) -> Any:
         return await self.send(Lease("w", capacity, [VersionTag("policy", self.epoch, self.step)]))
 
-    async def put(self, group: Any, size_bytes: int = 10) -> Any:
+    async def put(self, group: Any, size_bytes: int = 10) -> Stored:
         blobs = [bytes([sample]) * size_bytes for sample in group.missing]
-        return await store(self.front, group, blobs, group.missing, version=self.step, epoch=self.epoch)
+        ack = await ask_to_store(self.front, group, blobs, group.missing, version=self.step, epoch=self.epoch)
+        return Stored(ack.groups[0].stored, ack.durability)
 
     async def train(self) -> Any:
         """One step, from lease to checkpoint; returns its batch."""
