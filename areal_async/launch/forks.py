@@ -54,7 +54,6 @@ HEAVY = (
     "rollout_service.engines.local.engine",
     "reward_service.client",
 )
-LIGHT_ROLES: frozenset[Role] = frozenset({"buffer", "reward"})
 FORK_S = 2.0  # Longest wait for a fork of a server that has done its imports
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -89,6 +88,7 @@ class ForkServer:
     def __init__(self, light: Sequence[str], heavy: Sequence[str], environment: Mapping[str, str]) -> None:
         self._modules = Modules(light, heavy)
         self.environment = environment
+        self.light_roles: set[Role] = {"buffer", "reward"}  # Roles that the light server starts
         self._deaths = Restarts(RestartPolicy(limit=3))
         self._given_up = False
         self._child: ChildProcess | None = None
@@ -143,7 +143,7 @@ class ForkServer:
             self.look()
             if not self._channels:
                 continue
-            channel = self._channels[place.role in LIGHT_ROLES]
+            channel = self._channels[place.role in self.light_roles]
             try:
                 service.send(channel.socket)
             except OSError as error:

@@ -21,6 +21,7 @@ from areal_async.base.processes import (
     start_service,
 )
 from areal_async.base.topology import Role, ServicePlace, Topology
+from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.forks import ForkServer, StartedService
@@ -139,6 +140,8 @@ class LocalLauncher:
         self._folders = folders
         self._pass_fds = pass_fds
         self._forks = forks
+        if forks is not None:
+            forks.light_roles |= roles_of_servers(job)
         self._lines = {  # Key "" has the only trainer and the services that belong to no policy
             name: RankLines(folders.host.loopback, several=job.of(name or job.policy).trainer.ranks > 1)
             for name in ("", *job.policies)
@@ -198,6 +201,15 @@ class LocalLauncher:
             # Reward and workflow code is the user's, so it must not see the buffer's passwords.
             environment.pop(self._job.buffer.redis_login.password_env, None)
         return {name: value for name, value in environment.items() if not name.startswith(OF_RAY)}
+
+
+def roles_of_servers(job: JobConfig) -> set[Role]:
+    """Return the roles whose engines are all servers, so that their processes need no torch."""
+    views = job.views.values()
+    rollout = all(engine_part(view.rollout.engine).is_server for view in views)
+    evaluation = all(engine_part(evaluation_engine(view)).is_server for view in views)
+    found: set[Role] = {"rollout"} if rollout else set()
+    return found | {"evaluator"} if evaluation else found
 
 
 def write_targets(path: Path, targets: Sequence[Mapping[str, object]]) -> None:

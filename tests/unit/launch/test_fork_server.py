@@ -19,7 +19,9 @@ import pytest
 
 from areal_async.base.processes import RUN_VARIABLE, kill_processes_of, service_environment
 from areal_async.base.topology import ServicePlace
+from areal_async.config.job import JobConfig
 from areal_async.launch.forks import ForkServer, StartedService
+from areal_async.launch.local_launcher import roles_of_servers
 from areal_async.service.fork_server import MODULE
 from tests.processes import is_gone, words_of
 from tests.waiting import wait_for
@@ -295,3 +297,20 @@ def test_servers_end_with_the_process_that_started_them_and_services_are_told(st
     pids = [int(pid) for pid in done.stdout.split()[-2:]]
     assert len(pids) == 2, done.stderr
     wait_for(lambda: all(map(is_gone, pids)))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "evaluation", "light"),
+    [
+        ("local", "same", set()),
+        ("sglang", "same", {"rollout", "evaluator"}),
+        ("vllm", "local", {"rollout"}),
+    ],
+)
+def test_processes_that_only_talk_to_engine_servers_have_no_torch(
+    rollout: str, evaluation: str, light: set[str]
+) -> None:
+    content = {"job": "j", "model": "m", "tasks": {"train": "t.jsonl"}, "reward": {"name": "exact_match"}}
+    engines = {"rollout": {"engine": rollout}, "evaluation": {"engine": evaluation}}
+    job = JobConfig.model_validate({**content, **engines})
+    assert roles_of_servers(job) == light
