@@ -92,7 +92,7 @@ def tables(
 
 
 Rows = dict[tuple[str, str], list[float | None]]
-"""By the first two cells of a row: a value of each run."""
+"""First two cells of a row → a value of each run."""
 COMPARED = 6
 """Costs of which there are ratios."""
 
@@ -205,7 +205,7 @@ def _each(runs: Sequence[Run], thresholds: Sequence[float]) -> list[list[str]]:
 
 
 BySeed = dict[str, dict[int, float | None]]
-"""By system and seed."""
+"""System → seed → value."""
 
 
 def _by_seed(runs: Sequence[Run], values: Sequence[float | None]) -> BySeed:

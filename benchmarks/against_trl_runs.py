@@ -34,7 +34,7 @@ Seconds = dict[str, tuple[float, float]]
 """Wall and core-seconds by part of the mathematics."""
 TRL_PYTHON = ROOT / ".trl-env" / "bin" / "python"
 MAX_STALENESS = 2
-"""Of TRL's asynchronous trainer."""
+"""Bound of staleness of TRL's asynchronous trainer."""
 CORES = len(os.sched_getaffinity(0))
 
 

@@ -75,7 +75,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all systems are run with."""
+    """Settings of a run that all systems share."""
 
     job_file: Path
     work: Path

@@ -136,10 +136,14 @@ class ControlSocket(ControlServer):
         if not line.endswith(b"\n") or line.count(b"\n") != 1:
             raise FaultError("invalid", "a record is one line")
         try:
+            kind = msgspec.json.decode(line, type=_Record).kind
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise FaultError("invalid", f"a record is an object of JSON: {error}") from error
+        try:
             self._run_log.append(line)
         except OSError as error:
             raise FaultError("failed", str(error)) from error
-        if not self.trained.is_set() and msgspec.json.decode(line, type=_Record).kind in ("step", "model"):
+        if kind in ("step", "model"):
             self.trained.set()
         return Ok()
 

@@ -153,6 +153,9 @@ async def test_what_is_no_line_is_refused(ctx, tmp_path):
                 for attachments in ([], [b"no end"], [b"two\nlines\n"], [b"a\n", b"b\n"]):
                     with pytest.raises(FaultError, match="one line"):
                         await client.call(WriteRecord(), attachments=attachments, timeout_s=10)
+                for line in (b"no json\n", b"[1]\n", b'{"kind": 3}\n', b'{"kind": "\xff"}\n'):
+                    with pytest.raises(FaultError, match="object of JSON"):
+                        await client.call(WriteRecord(), attachments=[line], timeout_s=10)
     assert run_log.path.read_bytes() == b""
 
 
