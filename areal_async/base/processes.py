@@ -249,11 +249,13 @@ def service_arguments(place: ServicePlace, topology: Path) -> list[str]:
 
 
 def service_environment(run_id: str, threads: int) -> dict[str, str]:
-    """Return the environment of a service: ours, the run's mark, the thread count and an allocator limit.
+    """Return the environment of a service: ours, the run's mark, the thread count, an allocator limit and
+    how threads wait. A value that our environment already sets for the last two is kept.
 
-    The allocator limit is the number of arenas of the C library's allocator. A value that our environment
-    already sets is kept. By default there are up to eight arenas per core, and memory freed in one arena is
-    not reused by other threads.
+    The allocator limit is the number of arenas of the C library's allocator. By default there are up to eight
+    arenas per core, and memory freed in one arena is not reused by other threads. Threads of OpenMP that wait
+    for each other must not spin: they would take the core from the thread that they wait for, or from another
+    service.
     """
     ours = {
         RUN_VARIABLE: run_id,
@@ -263,7 +265,7 @@ def service_environment(run_id: str, threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    return {"MALLOC_ARENA_MAX": "2"} | os.environ | ours
+    return {"MALLOC_ARENA_MAX": "2", "OMP_WAIT_POLICY": "passive"} | os.environ | ours
 
 
 def kill_processes_of(run_id: str) -> list[int]:

@@ -406,8 +406,8 @@ class TrainerSection(Section):
     record_batches: bool = False
     """Save each step's episodes, manifest and losses in `batches/`."""
     torch_threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
-    """CPU threads of torch per rank. `auto` measures the best number. A fixed number makes repeated steps
-    bitwise identical."""
+    """CPU threads of torch per rank. `auto` begins with a number by the FLOPs of training and generation, and
+    then keeps what measures better. A fixed number makes repeated steps bitwise identical."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """`cpu`, `cuda` (GPUs from 0) or `cuda:N` (GPUs from N)."""
     dtype: Dtype = "auto"

@@ -117,7 +117,7 @@ class RolloutSection(Section):
     """Further arguments of the chat template, such as `{enable_thinking: false}`."""
     sampling: SamplingSection = SamplingSection()
     torch_threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
-    """CPU threads of torch per engine. `auto` is 1 for a server, otherwise `trainer.torch_threads`."""
+    """CPU threads of torch per engine. `auto` is 1 for a server; see `trainer.torch_threads`."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """`cpu`, `cuda` (separate GPUs) or `cuda:N` (one GPU for all engines)."""
     dtype: Dtype = "auto"

@@ -198,11 +198,16 @@ def test_a_password_for_redis_reaches_the_buffer_alone(job, folders, behave, mon
         assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
 
 
-def test_a_service_spreads_its_memory_over_two_arenas_unless_told_otherwise(monkeypatch):
-    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
-    assert service_environment("run", 1)["MALLOC_ARENA_MAX"] == "2"
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "7")
-    assert service_environment("run", 1)["MALLOC_ARENA_MAX"] == "7"
+@pytest.mark.parametrize(
+    ("name", "ours", "users"), [("MALLOC_ARENA_MAX", "2", "7"), ("OMP_WAIT_POLICY", "passive", "active")]
+)
+def test_memory_arenas_and_waiting_threads_of_a_service_are_limited_unless_told_otherwise(
+    monkeypatch, name, ours, users
+):
+    monkeypatch.delenv(name, raising=False)
+    assert service_environment("run", 1)[name] == ours
+    monkeypatch.setenv(name, users)
+    assert service_environment("run", 1)[name] == users
 
 
 class PlayedChild(LocalChild):
