@@ -4,14 +4,23 @@ Promise: an episode equals the one that `EpisodeBuilder` makes from the same pro
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.trajectory.episode import Episode
+from areal_async.trajectory.episode import (
+    LOGPROB_SLACK,
+    SHORT,
+    Episode,
+    Trained,
+    check_calls,
+    check_header,
+)
 from areal_async.trajectory.layout import (
     F32,
     I32,
@@ -28,6 +37,7 @@ from areal_async.trajectory.layout import (
 )
 
 _TABLE = struct.Struct(f"={2 * len(TABLE_COLUMNS)}i")
+MAX_PROMPT = 1 << 20  # Units of a prompt far below the limits of an episode
 _NO_REWARDS = np.frombuffer(np.full(2, np.nan, F32).tobytes(), F32)
 _NO_ANCHORS = np.frombuffer(np.full(2, NO_ANCHOR, I64).tobytes(), I64)
 
@@ -84,7 +94,26 @@ class PromptedGroup:
             epochs=_runs(n, epochs.tolist()),
         )
         segments = Segments(table.reshape(len(TABLE_COLUMNS), 2), _NO_REWARDS, _NO_ANCHORS)
-        return Episode(header, segments, units)
+        if not self._prompt_fits or not (trained := _trained(m, *(column.tolist() for column in columns))):
+            return Episode(header, segments, units)  # It has the limits, and the reasons of refusals
+        check_header(header)
+        check_calls([call], [1], len(self.policies))
+        return Episode.of_checked(header, segments, units, trained)
+
+    @cached_property
+    def _prompt_fits(self) -> bool:
+        return 0 < len(self.prompt) <= MAX_PROMPT and self.prompt.min() >= 0 and len(self.agents) > 0
+
+
+def _trained(
+    m: int, ids: list[int], logprobs: list[float], versions: list[int], epochs: list[int]
+) -> Trained | None:
+    """Return the figures of a short answer's units; None if one of them may be invalid."""
+    if not 0 < m <= SHORT or not math.isfinite(sum(logprobs)) or max(logprobs) > LOGPROB_SLACK:
+        return None
+    if min(ids) < 0 or min(versions) < 0 or min(epochs) < 0:
+        return None
+    return Trained(m, min(versions), max(versions), min(epochs))
 
 
 def _runs(first: int, epochs: list[int]) -> list[tuple[int, int]]:
