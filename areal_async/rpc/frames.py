@@ -71,25 +71,19 @@ _reply_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Union
 
 
 def write_frames(
-    kind: Kind,
-    client: int,
-    request: int,
-    floor: int,
-    message: msgspec.Struct | None,
-    attachments: Sequence[Buffer],
+    kind: Kind, client: int, request: int, floor: int, message: Message | None, attachments: Sequence[Buffer]
 ) -> list[Buffer]:
     """Return the frames of one message, without a routing identity.
 
     Raises `MessageTooLarge` beyond the limits and `ProtocolError` for values that msgpack cannot encode.
     """
+    name = type(message).__name__
     try:
         body = b"" if message is None else _encoder.encode(message)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ProtocolError(f"{type(message).__name__} cannot be encoded: {error}") from error
+        raise ProtocolError(f"{name} cannot be encoded: {error}") from error
     if len(body) > MAX_BODY_BYTES:
-        raise MessageTooLarge(
-            f"{type(message).__name__} has {len(body)} bytes; the limit is {MAX_BODY_BYTES}"
-        )
+        raise MessageTooLarge(f"{name} has {len(body)} bytes; the limit is {MAX_BODY_BYTES}")
     n = len(attachments)
     if n > MAX_ATTACHMENTS:
         raise MessageTooLarge(f"{n} attachments; the limit is {MAX_ATTACHMENTS}")

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,20 +56,11 @@ class PromptedGroup:
     prompt_text: str
     prompt: NDArray[np.int32]
 
-    def episode(
-        self,
-        sample: int,
-        call: Call,
-        text: str,
-        ids: NDArray[np.int32],
-        logprobs: NDArray[np.float32],
-        versions: NDArray[np.int32],
-        epochs: NDArray[np.int32],
-    ) -> Episode:
-        """Return the episode of a sample from its answer. The answer has one value per unit in each column,
-        and all its units are trained. Raises InvariantError."""
+    def episode(self, sample: int, call: Call, text: str, *columns: NDArray[Any]) -> Episode:
+        """Return the episode of a sample from its answer. `columns` are the ids, log-probs, versions and
+        epochs of the answer's units, which are all trained. Raises InvariantError."""
+        ids, logprobs, versions, epochs = columns
         n, m = len(self.prompt), len(ids)
-        columns = (ids, logprobs, versions, epochs)
         if any(c.dtype != of or c.shape != (m,) for c, of in zip(columns, (I32, F32, I32, I32), strict=True)):
             raise InvariantError("the columns of an answer are 1-D, of one length, and of the units' types")
         bits = bytes(n) + b"\x01" * m
@@ -94,26 +86,18 @@ class PromptedGroup:
             epochs=_runs(n, epochs.tolist()),
         )
         segments = Segments(table.reshape(len(TABLE_COLUMNS), 2), _NO_REWARDS, _NO_ANCHORS)
-        if not self._prompt_fits or not (trained := _trained(m, *(column.tolist() for column in columns))):
-            return Episode(header, segments, units)  # It has the limits, and the reasons of refusals
-        check_header(header)
-        check_calls([call], [1], len(self.policies))
-        return Episode.of_checked(header, segments, units, trained)
+        if 0 < m <= SHORT and self._prompt_fits:  # Lists are quicker than the checks of `Episode`
+            tokens, logps, of, since = [column.tolist() for column in columns]
+            good = math.isfinite(sum(logps)) and max(logps) <= LOGPROB_SLACK
+            if good and min(*tokens, *of, *since) >= 0:
+                check_header(header)
+                check_calls([call], [1], len(self.policies))
+                return Episode.of_checked(header, segments, units, Trained(m, min(of), max(of), min(since)))
+        return Episode(header, segments, units)
 
     @cached_property
     def _prompt_fits(self) -> bool:
         return 0 < len(self.prompt) <= MAX_PROMPT and self.prompt.min() >= 0 and len(self.agents) > 0
-
-
-def _trained(
-    m: int, ids: list[int], logprobs: list[float], versions: list[int], epochs: list[int]
-) -> Trained | None:
-    """Return the figures of a short answer's units; None if one of them may be invalid."""
-    if not 0 < m <= SHORT or not math.isfinite(sum(logprobs)) or max(logprobs) > LOGPROB_SLACK:
-        return None
-    if min(ids) < 0 or min(versions) < 0 or min(epochs) < 0:
-        return None
-    return Trained(m, min(versions), max(versions), min(epochs))
 
 
 def _runs(first: int, epochs: list[int]) -> list[tuple[int, int]]:
