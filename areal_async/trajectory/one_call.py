@@ -1,6 +1,7 @@
 """Episodes of a group whose samples are one prompt and one answer each.
 
-Promise: an episode equals the one that `EpisodeBuilder` makes from the same prompt and answer."""
+Promise: an episode has the bytes of the one that `EpisodeBuilder` makes from the same prompt and answer. The
+bytes are written at once, because the arrays and checks of an `Episode` take several times as long."""
 
 from __future__ import annotations
 
@@ -14,11 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_async.trajectory.codec import EpisodeHead, pack_frames, pack_head, unpack
 from areal_async.trajectory.episode import (
     LOGPROB_SLACK,
     SHORT,
-    Episode,
-    Trained,
     check_calls,
     check_header,
 )
@@ -28,19 +28,16 @@ from areal_async.trajectory.layout import (
     I64,
     NO_ANCHOR,
     TABLE_COLUMNS,
-    U8,
     Agent,
     Call,
     EpisodeHeader,
     InvariantError,
-    Segments,
-    Units,
 )
 
 _TABLE = struct.Struct(f"={2 * len(TABLE_COLUMNS)}i")
 MAX_PROMPT = 1 << 20  # Units of a prompt far below the limits of an episode
-_NO_REWARDS = np.frombuffer(np.full(2, np.nan, F32).tobytes(), F32)
-_NO_ANCHORS = np.frombuffer(np.full(2, NO_ANCHOR, I64).tobytes(), I64)
+_NO_REWARDS = np.full(2, np.nan, F32).tobytes()
+_NO_ANCHORS = np.full(2, NO_ANCHOR, I64).tobytes()
 
 
 @dataclass(frozen=True)
@@ -56,28 +53,15 @@ class PromptedGroup:
     prompt_text: str
     prompt: NDArray[np.int32]
 
-    def episode(self, sample: int, call: Call, text: str, *columns: NDArray[Any]) -> Episode:
-        """Return the episode of a sample from its answer. `columns` are the ids, log-probs, versions and
-        epochs of the answer's units, which are all trained. Raises InvariantError."""
+    def blob(self, sample: int, call: Call, text: str, *columns: NDArray[Any]) -> bytes:
+        """Return the packed episode of a sample from its answer. `columns` are the ids, log-probs, versions
+        and epochs of the answer's units, which are all trained. Raises TrajectoryError."""
         ids, logprobs, versions, epochs = columns
         n, m = len(self.prompt), len(ids)
         if any(c.dtype != of or c.shape != (m,) for c, of in zip(columns, (I32, F32, I32, I32), strict=True)):
             raise InvariantError("the columns of an answer are 1-D, of one length, and of the units' types")
-        bits = bytes(n) + b"\x01" * m
-        units = Units(
-            np.frombuffer(self.prompt.tobytes() + ids.tobytes(), I32),
-            np.frombuffer(bits, U8),
-            np.frombuffer(bytes(4 * n) + logprobs.tobytes(), F32),
-            np.frombuffer(b"\xff" * (4 * n) + versions.tobytes(), I32),
-        )
-        # Rows of the segment table: parent, kind, agent, turn, offset, length, flags
-        table = np.frombuffer(_TABLE.pack(-1, 0, 0, 1, 0, 0, 0, 0, 0, n, n, m, 0, 0), I32)
         header = EpisodeHeader(
-            self.job,
-            self.task_id,
-            self.group_id,
-            sample,
-            self.attempt,
+            *(self.job, self.task_id, self.group_id, sample, self.attempt),
             policies=[*self.policies],
             agents=[*self.agents],
             calls=[call],
@@ -85,15 +69,25 @@ class PromptedGroup:
             response_text=text,
             epochs=_runs(n, epochs.tolist()),
         )
-        segments = Segments(table.reshape(len(TABLE_COLUMNS), 2), _NO_REWARDS, _NO_ANCHORS)
-        if 0 < m <= SHORT and self._prompt_fits:  # Lists are quicker than the checks of `Episode`
+        parts = [
+            pack_head(EpisodeHead(header, 2, n + m, [])),
+            # Rows of the segment table: parent, kind, agent, turn, offset, length, flags
+            _NO_ANCHORS + _TABLE.pack(-1, 0, 0, 1, 0, 0, 0, 0, 0, n, n, m, 0, 0) + _NO_REWARDS,
+            self.prompt.tobytes() + ids.tobytes(),
+            bytes(4 * n) + logprobs.tobytes(),
+            b"\xff" * (4 * n) + versions.tobytes(),
+            bytes(n) + b"\x01" * m,
+        ]
+        blob = pack_frames(parts)
+        if 0 < m <= SHORT and self._prompt_fits:
             tokens, logps, of, since = [column.tolist() for column in columns]
             good = math.isfinite(sum(logps)) and max(logps) <= LOGPROB_SLACK
             if good and min(*tokens, *of, *since) >= 0:
                 check_header(header)
                 check_calls([call], [1], len(self.policies))
-                return Episode.of_checked(header, segments, units, Trained(m, min(of), max(of), min(since)))
-        return Episode(header, segments, units)
+                return blob
+        unpack(blob)  # raises the reason if the answer is not valid
+        return blob
 
     @cached_property
     def _prompt_fits(self) -> bool:
