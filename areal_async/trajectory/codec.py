@@ -119,17 +119,23 @@ def read_head(view: memoryview, spans: Sequence[tuple[int, int]], limits: Episod
     return head
 
 
+def pack_head(head: EpisodeHead, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
+    """Return the first frame of a blob. Raises as `pack` does."""
+    try:
+        frame = _encoder.encode(head)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise CodecError(f"the header does not fit msgpack: {error}") from error
+    if len(frame) > limits.head_bytes:
+        raise SizeError(f"a head of {len(frame)} bytes, the limit is {limits.head_bytes}")
+    return frame
+
+
 def _parts_of(episode: Episode, limits: EpisodeLimits) -> list[bytes | NDArray]:
     """Return the frames in order, as objects that `bytes.join` accepts."""
     segments, units = episode.segments, episode.units
     columns = {name: column for name, column in units.columns.items() if name != ROUTES}
     specs = [(n, _DTYPE_NAMES[c.dtype], c.shape[1] if c.ndim == 2 else 0) for n, c in columns.items()]
-    try:
-        head = _encoder.encode(EpisodeHead(episode.header, len(segments), len(units), specs))
-    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
-        raise CodecError(f"the header does not fit msgpack: {error}") from error
-    if len(head) > limits.head_bytes:
-        raise SizeError(f"a head of {len(head)} bytes, the limit is {limits.head_bytes}")
+    head = pack_head(EpisodeHead(episode.header, len(segments), len(units), specs), limits)
     table = b"".join((segments.anchor.tobytes(), segments.table.tobytes(), segments.reward.tobytes()))
     core: list[bytes | NDArray] = [head, table, units.token_id, units.logprob, units.version, units.mask]
     core.extend(columns.values())
@@ -166,7 +172,11 @@ def _columns_at(
 def pack(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
     """Return the blob of an episode. Raises SizeError above `limits`, and CodecError if metadata does not fit
     msgpack."""
-    parts = _parts_of(episode, limits)
+    return pack_frames(_parts_of(episode, limits), limits)
+
+
+def pack_frames(parts: Sequence[bytes | NDArray], limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
+    """Return the blob of these frames. Raises SizeError above `limits`."""
     table = _table_of(len(parts))
     offset = _PREFIX.size + table.size
     spans: list[int] = []

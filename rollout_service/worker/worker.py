@@ -43,7 +43,7 @@ from areal_async.config.routes import replays
 from areal_async.rpc.board import board
 from areal_async.rpc.client import Client, wait_out
 from areal_async.rpc.messages import Drain, Heartbeat, Lease, LeasedGroup, Leases
-from areal_async.trajectory import EpisodeBuilder, TrajectoryError, pack, pack_routes
+from areal_async.trajectory import EpisodeBuilder, TrajectoryError, pack_routes
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed, GenerateRequest, GenerateResult
 from rollout_service.gateway import Gateway
@@ -333,7 +333,7 @@ class Worker:
         """Upload the episode of an answer to a call without a task."""
         try:
             if not call.cancelled():
-                blob = pack(alike.episode(sample, request, call.result()))
+                blob = alike.blob(sample, request, call.result())
                 self.failures.succeeded()
                 self.uploader.add(lease.group.lease_id, sample, blob)
         except TrajectoryError:  # The task decides whose fault such an answer is

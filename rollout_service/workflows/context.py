@@ -23,7 +23,7 @@ import numpy as np
 from areal_async.base.errors import ArealError
 from areal_async.models.answers import opens_thought, spoken
 from areal_async.models.prompts import Tokenizer
-from areal_async.trajectory import Call, Episode, EpisodeBuilder, PromptedGroup, Sampling, SegmentKind
+from areal_async.trajectory import Call, EpisodeBuilder, PromptedGroup, Sampling, SegmentKind
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRequest, GenerateResult
 from rollout_service.workflows.tools import Tool, ToolAnswer, ToolReply, WorkflowResources, run_tool
@@ -537,10 +537,10 @@ class AlikeSamples:
             deadline_s=ctx.deadline_s,
         )
 
-    def episode(self, sample: int, request: GenerateRequest, result: GenerateResult) -> Episode:
-        """Return the episode of a sample with this answer. Raises `EpisodeAborted` or `TrajectoryError`."""
+    def blob(self, sample: int, request: GenerateRequest, result: GenerateResult) -> bytes:
+        """Return the packed episode of a sample. Raises `EpisodeAborted` or `TrajectoryError`."""
         if result.finish_reason == "abort":
             raise EpisodeAborted(f"a request of episode {request.session} was aborted")
         call = Call(1, self.number, request.sampling, result.finish_reason, result.logprobs_of)
         columns = result.token_ids, result.logprobs, result.versions, result.epochs
-        return self.group.episode(sample, call, result.text, *columns)
+        return self.group.blob(sample, call, result.text, *columns)

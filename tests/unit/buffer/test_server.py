@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import prometheus_client
 import psutil
@@ -36,7 +37,8 @@ from areal_async.rpc.messages import (
     Waiting,
 )
 from areal_async.rpc.weights_messages import WaitSnapshot
-from replay_buffer import metrics
+from replay_buffer import coordinator, metrics
+from replay_buffer.ledger.decide import decide
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import LedgerClock
 from replay_buffer.server import BufferServer, main
@@ -114,6 +116,29 @@ async def test_waiting_calls_are_answered_as_soon_as_they_can_be(context, blob, 
         leasing = asyncio.create_task(client.call(Lease("rollout-1", 1, [tag], wait_ms=30_000)))
         await client.call(Release("rollout-0", leases.groups[2].lease_id, "test"))
         assert len((await asyncio.wait_for(leasing, LIMIT_S)).groups) == 1
+
+
+async def test_the_ledger_decides_for_a_waiting_trainer_only_once_enough_groups_are_scored(
+    context, blob, job_name, monkeypatch
+):
+    decided = Counter()
+
+    def counted(index, command, now_ms):
+        decided[type(command)] += 1
+        return decide(index, command, now_ms)
+
+    monkeypatch.setattr(coordinator, "decide", counted)
+    monkeypatch.setattr(coordinator, "GATHER_S", 600.0)
+    async with serving(context()) as client:
+        tag, groups = await opened(client, 2)
+        batching = asyncio.create_task(client.call(NextBatch("policy", tag.epoch, 0, wait_ms=30_000)))
+        for group in groups:
+            await client.call(Stats())
+            assert decided[NextBatch] == 0
+            await generate(client, blob, job_name, [group])
+            await score(client)
+        assert isinstance(await asyncio.wait_for(batching, LIMIT_S), Batch)
+        assert decided[NextBatch] == 1
 
 
 async def test_a_newer_lease_request_of_a_worker_ends_the_wait_of_its_older_one(context):

@@ -11,6 +11,7 @@ import pytest
 from areal_async.base.verdicts import Failure, Score
 from areal_async.config.reward import RewardSection
 from reward_service.client import LocalScorer
+from reward_service.pool import inline as inline_pool
 from reward_service.sdk import RewardLoadError
 from tests.scoring import LIMIT_S, processes_below, scored, texts
 
@@ -85,6 +86,26 @@ def test_a_batch_is_as_large_as_the_reward_says(tmp_path):
 
     assert asyncio.run(run()) == list(range(20))
     assert log.read_text().split() == ["8", "8", "4"]
+
+
+@pytest.mark.parametrize(("span_s", "trips"), [(60.0, 1), (0.0, 20)])
+def test_quick_calls_go_to_the_thread_together_and_slow_ones_one_by_one(monkeypatch, span_s, trips):
+    section = RewardSection(name=f"{FILE}:scaled", args={"scale": 2.0}, timeout_s=600)
+    made = []
+
+    async def counted(work):
+        made.append(work)
+        return await on_the_thread(work)
+
+    async def run():
+        async with LocalScorer(section, inline=True) as scorer:
+            monkeypatch.setattr(inline_pool, "_on_the_thread", counted)
+            return await asyncio.wait_for(scorer.score(texts(*range(20))), LIMIT_S)
+
+    on_the_thread = inline_pool._on_the_thread
+    monkeypatch.setattr(inline_pool, "SPAN_S", span_s)
+    assert asyncio.run(run()) == [Score(2.0 * value) for value in range(20)]
+    assert len(made) == trips
 
 
 def test_what_a_reward_raises_is_raised_and_what_it_returns_wrongly_is_a_verdict():

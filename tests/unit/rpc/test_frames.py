@@ -1,5 +1,6 @@
 import contextlib
 import pickle
+import struct
 
 import msgspec
 import numpy as np
@@ -8,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.base.errors import MessageTooLarge, ProtocolError
+from areal_async.rpc import frames as frames_module
 from areal_async.rpc.frames import (
     HEADER,
     MAX_ATTACHMENTS,
     MAX_BODY_BYTES,
     MAX_MESSAGE_BYTES,
+    SHORT_BYTES,
     WIRE_VERSION,
     Kind,
     read_attachments,
@@ -44,6 +47,28 @@ def test_attachments_come_back_as_they_were(attachment_sizes, client, request):
 def test_attachments_are_not_copied():
     large = bytearray(blob(100_000))
     assert memoryview(write_frames(Kind.REQUEST, 1, 1, 0, Stats(), [b"a", large])[2]).obj is large
+
+
+@pytest.mark.parametrize(
+    ("attachment_sizes", "frames"), [([5], 1), ([5, 0, SHORT_BYTES], 1), ([5, SHORT_BYTES + 1], 2)]
+)
+def test_short_attachments_share_a_frame(attachment_sizes, frames):
+    _, *rest = write_frames(Kind.REQUEST, 1, 1, 0, Stats(), [blob(size) for size in attachment_sizes])
+    assert len(rest) == frames
+
+
+def test_a_message_of_many_short_attachments_has_frames_of_limited_size(monkeypatch):
+    monkeypatch.setattr(frames_module, "MAX_SHARED_BYTES", 99)
+    _, *rest = write_frames(Kind.REQUEST, 1, 1, 0, Stats(), [blob(50), blob(50)])
+    assert [len(frame) for frame in rest] == [50, 50]
+
+
+@pytest.mark.parametrize("sizes_of_parts", [[], [3], [3, 4], [3, 2, 1], [2**63, 2**63], [2**64 - 1, 6]])
+def test_a_shared_frame_whose_sizes_do_not_fit_gives_a_typed_error(sizes_of_parts):
+    head, _ = write_frames(Kind.REQUEST, 1, 1, 0, Stats(), [b"abc", b"de"])
+    frame = struct.pack(f"<{len(sizes_of_parts)}Q", *sizes_of_parts) + b"abcde"
+    with pytest.raises(ProtocolError):
+        read_attachments(read_header(bytes(head)), [frame])
 
 
 def test_arrays_travel_as_their_bytes():

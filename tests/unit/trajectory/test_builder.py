@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from hashlib import blake2b
 
 import numpy as np
@@ -271,3 +272,58 @@ def test_episodes_compare_by_content(two_turns):
     assert episode != "episode"
     two_turns.meta(tool_seconds=0.25)
     assert episode != two_turns.build()
+
+
+GOOD = {"ids": [7, 8], "logprobs": [-1.0, -0.5], "versions": [3, 4], "epochs": [1, 2]}
+TYPES = (np.int32, np.float32, np.int32, np.int32)
+
+
+def answered(builder: EpisodeBuilder, **columns: list) -> Episode:
+    """Return sample 4 of a group: the answer with these columns to a prompt of three units."""
+    call = Call(1, 0, Sampling(seed=5))
+    parts = zip((GOOD | columns).values(), TYPES, strict=True)
+    return unpack(builder.alike().blob(4, call, "text", *(np.array(part, of) for part, of in parts)))
+
+
+@pytest.mark.parametrize("n", [1, 64, 65])
+def test_an_episode_of_a_group_has_the_units_of_its_answer(builder, n):
+    builder.prompt([1, 2, 3])
+    columns = {"ids": [5] * n, "logprobs": [-1.0] * n, "versions": [3] * (n - 1) + [9], "epochs": [2] * n}
+    episode = answered(builder, **columns)
+    assert (episode.n_units, episode.n_sampled) == (3 + n, n)
+    assert (episode.min_version, episode.max_version, episode.min_epoch) == (3 if n > 1 else 9, 9, 2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ids": [7, -1]},
+        {"logprobs": [math.nan, -1.0]},
+        {"logprobs": [-1.0, -math.inf]},
+        {"logprobs": [math.inf, -math.inf]},
+        {"logprobs": [-1.0, 0.5]},
+        {"versions": [3, -1]},
+        {"epochs": [-1, 0]},
+        {"versions": [3]},
+    ],
+)
+def test_a_wrong_answer_makes_no_episode_of_a_group(builder, wrong):
+    builder.prompt([1, 2, 3])
+    assert answered(builder).min_version == 3
+    with pytest.raises(InvariantError):
+        answered(builder, **wrong)
+
+
+def test_a_group_whose_prompt_or_call_is_wrong_makes_no_episode(builder):
+    builder.prompt([1, 2, 3])
+    group = builder.alike()
+    columns = [np.array(part, of) for part, of in zip(GOOD.values(), TYPES, strict=True)]
+    with pytest.raises(InvariantError, match="token_id"):
+        replace(group, prompt=-group.prompt).blob(4, Call(1), "text", *columns)
+    with pytest.raises(InvariantError, match="agent 0 of 0"):
+        replace(group, agents=[]).blob(4, Call(1), "text", *columns)
+    with pytest.raises(InvariantError, match="header"):
+        group.blob(-1, Call(1), "text", *columns)
+    for call in (Call(0), Call(1, policy=1), Call(1, sampling=Sampling(temperature=math.nan))):
+        with pytest.raises(InvariantError, match="call"):
+            group.blob(4, call, "text", *columns)
