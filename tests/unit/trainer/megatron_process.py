@@ -12,13 +12,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from areal_async.config.parallel import RankGrid
