@@ -104,7 +104,8 @@ class LoadedModel:
                     first, _, gives = local_rows(rows)
                     rows = local_part(rows)
                 else:
-                    rows = rows.detach().full_tensor()
+                    with torch.no_grad():
+                        rows = rows.full_tensor()
                 rows = rows.to(dtype)
             rows = rows.detach()
             if gives:
