@@ -9,8 +9,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,8 +18,7 @@ from areal_async.trajectory.episode import Episode, PolicyVersions
 from areal_async.trajectory.layout import DEFAULT_LIMITS, Call, EpisodeLimits, SizeError, Units
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class Row(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One root-to-leaf path of T tokens, as the engine saw it.
 
     mask[t] == 1 means that token t was sampled and is trained in this row. logprobs[t] is its behaviour
@@ -71,7 +70,7 @@ def training_rows(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -
     if not episode.n_sampled:
         return []
     segments = episode.segments
-    parent, offset, length = segments.parent.tolist(), segments.offset.tolist(), segments.length.tolist()
+    parent, _, _, _, offset, length, _ = segments.table.tolist()
     if _is_chain(parent):
         columns = units.token_id, units.mask, units.logprob, units.version, units.columns
         return [Row(*columns, tuple(range(len(parent))), tuple(length))]
@@ -195,11 +194,11 @@ def untrainable(episode: Episode) -> str:
     The trainer weighs each unit by softmax(logits / temperature) of the trained weights, at the temperature
     of the unit's call. Other sampling (greedy, truncated, or log-probs at another temperature) has another
     distribution, so the unit's weight would be wrong, and no error would show it."""
-    offset, length, mask = episode.segments.offset, episode.segments.length, episode.units.mask
+    segments = episode.segments
     for call in episode.header.calls:
         how = _other_than_trained(call)
-        first = offset[call.segment]
-        if how and mask[first : first + length[call.segment]].any():
+        first = segments.offset[call.segment] if how else 0
+        if how and episode.units.mask[first : first + segments.length[call.segment]].any():
             return f"segment {call.segment} of episode {episode.episode_id} was sampled {how}"
     return ""
 

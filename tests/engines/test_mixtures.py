@@ -54,7 +54,7 @@ def batch_of(prompts: list[list[int]], answers: list[GenerateResult], *, replay:
         row = row_of(episode, ids, mask, zeros, zeros.astype(np.int32), SAMPLING.temperature)
         assert row is not None
         if replay and answer.routes is not None:
-            row = replace(row, routes=answer.routes.reshape(-1, LAYERS, CHOSEN))
+            row = replace_fields(row, routes=answer.routes.reshape(-1, LAYERS, CHOSEN))
         rows.append(row)
     return build_micro_batch(rows)
 

@@ -8,10 +8,12 @@ distribution is fatal too.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from areal_async.base.log import get_logger
@@ -37,12 +39,13 @@ from trainer_service.errors import BatchError, StalenessViolation, UntrainableEp
 log = get_logger("trainer")
 
 NO_VERSIONS = PolicyVersions(-1, -1, -1)
+NOTHING = (0, 0)
+"""Size of a row without trained units."""
 Temperature = float | dict[int, float]
 """Temperature of an episode's sampled units: one value, or one for each segment."""
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeBytes:
+class EpisodeBytes(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The bytes of an episode and the rows of it to train."""
 
     blob: Any
@@ -88,36 +91,37 @@ def rows_of_episodes(
     if a unit to train was not sampled from the trained policy's distribution."""
     items = list(fetched)
     episodes: dict[int, Episode] = {}
-    sources: list[tuple[EpisodeBytes, int]] = []  # By row: its episode and its number there
+    counts: list[int] = []  # By episode: its number of rows
     whole: list[Row] = []
+    indices: list[int] = []
     temperatures: list[Temperature] = []
     for item, episode in zip(items, read_episodes(items, policy), strict=True):
         if mixture is not None:
             episode = routed(episode, item.routes, mixture)
         episodes[item.index] = episode
         found_rows = _training_rows(episode)
+        counts.append(len(found_rows))
         whole += found_rows
-        sources += [(item, place) for place in range(len(found_rows))]
+        indices += [item.index] * len(found_rows)
         temperatures += [call_temperatures(episode, policy)] * len(found_rows)
     keep = joined([row.mask for row in whole], np.bool_)
     keep &= joined([row.versions for row in whole], np.int32) >= lowest_version
-    rows = _cut(whole, [item.index for item, _ in sources], keep, temperatures, mixture)
+    rows = _cut(whole, indices, keep, temperatures, mixture)
     if with_places:
         rows = [
             found and placed(found, row, episodes[found.episode])
             for row, found in zip(whole, rows, strict=True)
         ]
-    cut: dict[int, dict[int, TrainingRow]] = {}
-    for (item, place), found in zip(sources, rows, strict=True):
-        if found is not None:
-            cut.setdefault(item.index, {})[place] = found
-    for item in items:
-        _check_sizes(item.entry, cut.get(item.index, {}))
-    return [
-        found
-        for (item, place), found in zip(sources, rows, strict=True)
-        if found is not None and (item.places is None or place in item.places)
-    ]
+    chosen: list[TrainingRow] = []
+    for item, end, count in zip(items, accumulate(counts), counts, strict=True):
+        own = rows[end - count : end]
+        _check_sizes(item.entry, own)
+        chosen += [
+            found
+            for place, found in enumerate(own)
+            if found is not None and (item.places is None or place in item.places)
+        ]
+    return chosen
 
 
 def placed(found: TrainingRow, row: Row, episode: Episode) -> TrainingRow:
@@ -204,11 +208,13 @@ def _training_rows(episode: Episode) -> list[Row]:
         raise BatchError(f"episode {episode.episode_id} cannot be read: {error}") from error
 
 
-def _check_sizes(entry: BatchEpisode, rows: Mapping[int, TrainingRow]) -> None:
-    """Raise `BatchError` unless each row has the size that the manifest gives for it. `rows` maps a row's
-    number in its episode to the row."""
-    cut = {place: (row.packed_length, len(row.position)) for place, row in rows.items()}
-    planned = {place: size for place, size in enumerate(entry.rows) if size != (0, 0)}
+def _check_sizes(entry: BatchEpisode, rows: Sequence[TrainingRow | None]) -> None:
+    """Raise `BatchError` unless each row of an episode has the size that the manifest gives for it."""
+    sizes = [(row.packed_length, len(row.position)) if row is not None else NOTHING for row in rows]
+    if sizes == entry.rows:
+        return
+    cut = {place: size for place, size in enumerate(sizes) if size != NOTHING}
+    planned = {place: size for place, size in enumerate(entry.rows) if size != NOTHING}
     if cut != planned:
         place = min(place for place in cut | planned if cut.get(place) != planned.get(place))
         raise BatchError(
@@ -253,22 +259,26 @@ def _cut(
     lengths = np.array([len(row.token_ids) for row in rows])
     starts = np.cumsum(lengths) - lengths
     at = np.flatnonzero(keep)
-    ends = np.searchsorted(at, starts + lengths).tolist()
-    position = at - np.repeat(starts, np.diff([0, *ends]))
+    ends = np.searchsorted(at, starts + lengths)
+    counts = np.diff(ends, prepend=0)
+    position = at - np.repeat(starts, counts)
     if len(at) and keep[starts].any():
         raise BatchError("a row begins with a sampled unit: there is no token before it to predict it from")
     behaviour = joined([row.logprobs for row in rows], np.float32)[at]
     version = joined([row.versions for row in rows], np.int32)[at]
-    by_row = [_per_token(value, row) for row, value in zip(rows, temperatures, strict=True)]
-    temperature = joined(by_row, np.float32)[at]
+    if all(isinstance(value, float) for value in temperatures):
+        temperature = np.repeat(np.array(temperatures, np.float32), counts)
+    else:
+        by_row = [_per_token(value, row) for row, value in zip(rows, temperatures, strict=True)]
+        temperature = joined(by_row, np.float32)[at]
+    stops = (position[ends - 1] + 1).tolist() if len(at) else [0] * len(rows)
     found: list[TrainingRow | None] = []
     first = 0
-    for row, episode, end in zip(rows, episodes, ends, strict=True):
+    for row, episode, end, stop in zip(rows, episodes, ends.tolist(), stops, strict=True):
         if first == end:
             found.append(None)
             continue
-        own = slice(first, end)
-        tokens = slice(0, position[end - 1] + 1)
+        own, tokens = slice(first, end), slice(0, stop)
         units = (position[own], behaviour[own], version[own], temperature[own])
         routes = row.columns.get(ROUTES) if mixture is not None else None
         if routes is not None and mixture is not None:

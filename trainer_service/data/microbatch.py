@@ -120,7 +120,7 @@ def plan_passes(
     if ranks.world > 1:
         # A longer row gets its own pass, and others wait for it: let their passes be as large.
         budget = ranks.largest(max(budget, longest))
-    trees = [Tree([row]) for row in rows] if groups is None else plant(rows, groups, budget, cost)
+    trees = [Tree.of(row) for row in rows] if groups is None else plant(rows, groups, budget, cost)
     rooms = [tree.room for tree in trees]
     plan = pack(rooms, budget) or [[]]
     if ranks.world > 1:
@@ -141,17 +141,19 @@ def build_micro_batch(
     shared = np.array([row.shared for row in rows] or [0])
     lengths = np.array([row.packed_length for row in rows] or [1]) - shared
     starts = np.cumsum(lengths) - lengths
-    ids = joined([row.fed[row.shared :] for row in rows] or [np.zeros(1)], np.int64)
-    positions = np.arange(len(ids)) - np.repeat(starts - shared, lengths)
-    counts = [len(row.position) for row in rows]
-    episode = np.repeat(np.array([row.episode for row in rows], np.int64), counts)
+    positions = np.arange(lengths.sum()) - np.repeat(starts - shared, lengths)
+    tokens = joined([row.token_ids for row in rows] or [np.zeros(1)], np.int64)
+    sizes = [len(row.token_ids) for row in rows] or [1]
+    begins = np.cumsum(sizes) - sizes
+    counts = [len(row.position) for row in rows] or [0]
+    episode = np.repeat(np.array([row.episode for row in rows] or [0], np.int64), counts)
 
     routes = _packed_routes(rows)
     arrays = {
-        "input_ids": ids[None],
+        "input_ids": tokens[np.repeat(begins, lengths) + positions][None],
         "position_ids": positions[None],
         "predict": places_of(rows, starts) if rows else episode,
-        "target": joined([row.token_ids[row.position] for row in rows], np.int64),
+        "target": tokens[np.repeat(begins, counts) + joined([row.position for row in rows], np.int64)],
         "temperature": joined([row.temperature for row in rows], np.float32),
         "episode": episode,
     }
@@ -225,6 +227,8 @@ def deal_rows(costs: Sequence[Sequence[int]], ranks: int, groups: Sequence[int] 
     so that some rank fetches and checks its bytes. No share costs more than the ranks' mean plus the
     costliest row. Ties go to the lower index. Source of the rule: Graham (1969), "Bounds on multiprocessing
     timing anomalies"."""
+    if ranks == 1:
+        return [{e: [place for place, cost in enumerate(rows) if cost] for e, rows in enumerate(costs)}]
     shares: list[Share] = [{} for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     total, largest = sum(map(sum, costs)), max((cost for rows in costs for cost in rows), default=0)

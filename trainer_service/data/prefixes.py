@@ -20,11 +20,12 @@ has a route. Versions, temperatures and behaviour log-probs belong to units, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -47,25 +48,37 @@ Runs = list[tuple[int, int]]
 """`(count, length)` of each sequence of consecutive trees of equal length."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tree:
     """Rows with a shared prefix; `rows[0].shared` is 0."""
 
     rows: list[TrainingRow]
+    n_tokens: int
+    """Number of the tree's tokens in a pack."""
+    n_units: int
+    fed: int
+    """Number of tokens of the rows without sharing."""
 
-    @property
-    def n_tokens(self) -> int:
-        """Number of the tree's tokens in a pack."""
-        return sum(row.packed_length - row.shared for row in self.rows)
-
-    @property
-    def n_units(self) -> int:
-        return sum(len(row.position) for row in self.rows)
+    @classmethod
+    def of(cls, row: TrainingRow) -> Tree:
+        return cls([row], row.packed_length, len(row.position), row.packed_length)
 
     @property
     def room(self) -> int:
         """Size of the tree for a budget of tokens (`_room`)."""
-        return _room(self.n_tokens, self.n_units, sum(row.packed_length for row in self.rows))
+        return _room(self.n_tokens, self.n_units, self.fed)
+
+    def take(self, row: TrainingRow, shared: int, budget: int) -> bool:
+        """Add a row with `shared` tokens of the previous row, if the tree then fits into `budget`. Return
+        whether it does."""
+        length = row.packed_length
+        tokens, units = self.n_tokens + length - shared, self.n_units + len(row.position)
+        fed = self.fed + length
+        if _room(tokens, units, fed) > budget:
+            return False
+        self.rows.append(replace(row, shared=shared))
+        self.n_tokens, self.n_units, self.fed = tokens, units, fed
+        return True
 
 
 def _room(tokens: int, units: int, fed: int) -> int:
@@ -86,7 +99,7 @@ def plant(
     If a tree would be too large, the next tree repeats its prefix."""
     if not rows:
         return []
-    group = [int(groups[row.episode]) for row in rows]
+    group = groups[[row.episode for row in rows]].tolist()
     order = sorted(range(len(rows)), key=lambda i: (group[i], _sorting(rows[i])))
     common = _common([rows[i] for i in order], [group[i] for i in order])
     trees: list[Tree] = []
@@ -160,16 +173,9 @@ def _worth_it(lengths: list[int], shared: list[int], cost: RowCost) -> list[int]
 def _trees(rows: list[TrainingRow], shared: list[int], budget: int) -> list[Tree]:
     """Return trees of neighbouring rows. Each row has `shared` tokens in common with the previous one."""
     trees: list[Tree] = []
-    tokens = units = fed = 0
     for row, n in zip(rows, shared, strict=True):
-        length = row.packed_length
-        if not n or _room(tokens + length - n, units + len(row.position), fed + length) > budget:
-            trees.append(Tree([]))
-            n = tokens = units = fed = 0
-        trees[-1].rows.append(replace(row, shared=n) if n else row)
-        tokens += length - n
-        units += len(row.position)
-        fed += length
+        if not n or not trees[-1].take(row, n, budget):
+            trees.append(Tree.of(row))
     return trees
 
 

@@ -8,9 +8,9 @@ but not an input, so a row of T tokens takes T - 1 places in a pack, or fewer if
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,8 +24,7 @@ the agent's name, and `anchor` belongs to the segment. `truncated` is 1 if a lim
 off (the last flag of its segments is TRUNCATED)."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingRow:
+class TrainingRow(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A row with S sampled units; S is at least 1."""
 
     episode: int

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -144,7 +145,7 @@ class SequenceTrainer:
         costs = [[self._cost.of(row.packed_length, len(row.position))] for row in rows]
         dealt = deal_rows(costs, place.data_ranks, groups.tolist())
         mine = dealt[place.data_rank] if place.reads else {}
-        chosen = [replace(rows[index], episode=index) for index in mine]
+        chosen = [structs.replace(rows[index], episode=index) for index in mine]
         passes = plan_passes(chosen, self._ranks, self._budget, self._cost, groups=groups)
         size = np.bincount(groups)
         homes = [

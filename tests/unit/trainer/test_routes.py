@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, MixtralConfig
@@ -68,7 +69,7 @@ def some_rows(lengths: Sequence[int] = (9, 7, 5), seed: int = 0) -> list[Trainin
     for episode, n in enumerate(lengths):
         row = plain_row(rng.integers(0, VOCABULARY, n), slice(n // 2, None), episode=episode)
         routes = np.array([[rng.permutation(EXPERTS)[:CHOSEN] for _ in range(LAYERS)] for _ in range(n)])
-        rows.append(replace(row, routes=routes.astype(np.uint8)))
+        rows.append(structs.replace(row, routes=routes.astype(np.uint8)))
     return rows
 
 
@@ -204,13 +205,13 @@ def test_log_probs_are_those_of_the_model_with_these_experts(folder: Path) -> No
         target = torch.from_numpy(row.token_ids).long()[at]
         want.append(logits[at - 1].log_softmax(-1).gather(1, target[:, None])[:, 0])
     torch.testing.assert_close(found, torch.cat(want), atol=1e-5, rtol=0)
-    own = logp_of(backend, build_micro_batch([replace(row, routes=None) for row in rows]))
+    own = logp_of(backend, build_micro_batch([structs.replace(row, routes=None) for row in rows]))
     assert (own - found).abs().max() > 0.1
 
 
 def test_a_replay_of_its_own_routes_changes_nothing(folder: Path) -> None:
     backend = backend_of(folder)
-    rows = [replace(row, routes=None) for row in some_rows()]
+    rows = [structs.replace(row, routes=None) for row in some_rows()]
     plain = build_micro_batch(rows)
     with sent() as chosen:
         before = logp_of(backend, plain)
@@ -223,7 +224,7 @@ def test_a_replay_of_its_own_routes_changes_nothing(folder: Path) -> None:
 
 def test_other_models_keep_their_own_routes(folder: Path) -> None:
     backend, rows = backend_of(folder), some_rows()
-    bare = build_micro_batch([replace(row, routes=None) for row in rows])
+    bare = build_micro_batch([structs.replace(row, routes=None) for row in rows])
     assert torch.equal(logp_of(backend, build_micro_batch(rows), "ref"), logp_of(backend, bare, "ref"))
 
 
@@ -249,11 +250,12 @@ def test_tokens_are_shared_only_where_ids_and_routes_are_equal(folder: Path) -> 
             own[5, 1] = [4, 3] if (routes[5, 1] != [4, 3]).any() else [3, 4]  # the same two, another route
         if number == 3:
             own[7] = NONE
-        alike.append(replace(row, token_ids=np.concatenate([ids[:9], tails[number]]), routes=own))
+        alike.append(structs.replace(row, token_ids=np.concatenate([ids[:9], tails[number]]), routes=own))
     (chosen,) = plan_passes(alike, ranks, 1 << 20, groups=np.zeros(4, np.int64))
     assert sorted(row.shared for row in chosen) == [0, 5, 7, 9]
     backend = backend_of(folder)
-    shared, alone = build_micro_batch(chosen), build_micro_batch([replace(row, shared=0) for row in chosen])
+    bare = [structs.replace(row, shared=0) for row in chosen]
+    shared, alone = build_micro_batch(chosen), build_micro_batch(bare)
     assert shared.n_tokens == alone.n_tokens - 21
     torch.testing.assert_close(logp_of(backend, shared), logp_of(backend, alone), atol=1e-5, rtol=0)
     with sent() as found:
@@ -265,14 +267,14 @@ def test_tokens_are_shared_only_where_ids_and_routes_are_equal(folder: Path) -> 
 
 def test_rows_without_routes_go_with_those_that_have_some() -> None:
     one, other, _ = some_rows()
-    batch = build_micro_batch([one, replace(other, routes=None)])
+    batch = build_micro_batch([one, structs.replace(other, routes=None)])
     assert batch.routes is not None
     assert batch.routes.shape == (LAYERS, batch.n_tokens, CHOSEN)
     assert (batch.routes[:, len(one.token_ids) - 1 :] == -1).all()
-    assert build_micro_batch([replace(one, routes=None)]).routes is None
+    assert build_micro_batch([structs.replace(one, routes=None)]).routes is None
     missing = one.routes.copy()
     missing[2] = NONE
-    assert (build_micro_batch([replace(one, routes=missing)]).routes[:, 2] == -1).all()
+    assert (build_micro_batch([structs.replace(one, routes=missing)]).routes[:, 2] == -1).all()
 
 
 # --- a step of a job -------------------------------------------------------------------------------------
@@ -287,7 +289,7 @@ def recorded(folder: Path, out: Path, *, told: bool = True) -> Path:
         for sample in range(4):
             (row,) = some_rows((14,), seed=4 * g + sample)
             ids = np.concatenate([np.arange(5, 9) + g, row.token_ids[4:]]).astype(np.int32)
-            like = replace(plain_row(ids, slice(4, None)), routes=row.routes)
+            like = structs.replace(plain_row(ids, slice(4, None)), routes=row.routes)
             logprobs = logp_of(backend, build_micro_batch([like])).numpy()
             builder = EpisodeBuilder("job", f"data0000:{g}:0", group_id, sample)
             segment = builder.sampled(

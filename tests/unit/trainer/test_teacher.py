@@ -4,12 +4,12 @@ import json
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
 from aiohttp import ClientTimeout, client
+from msgspec.structs import replace
 
 from areal_async.config.objective import TeacherSection
 from tests.unit.trainer.conftest import plain_row

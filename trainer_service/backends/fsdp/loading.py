@@ -96,14 +96,18 @@ class LoadedModel:
         All ranks must iterate to the end together."""
         tensors = _tensors(self.module)
         for name, storage in (_adapters(tensors) if self.adapted else self.storage).items():
-            rows, first, gives = tensors[name].detach(), 0, ranks.first
+            rows, first, gives = tensors[name], 0, ranks.first
             if isinstance(rows, DTensor):
-                if ranks.world == 1 or (storage.by_row and not gather):
+                if ranks.world == 1:
+                    rows = local_part(rows)
+                elif storage.by_row and not gather:
                     first, _, gives = local_rows(rows)
-                    rows = rows.to_local()
+                    rows = local_part(rows)
                 else:
-                    rows = rows.full_tensor()
+                    with torch.no_grad():
+                        rows = rows.full_tensor()
                 rows = rows.to(dtype)
+            rows = rows.detach()
             if gives:
                 yield from storage.pieces(rows.contiguous(), first)
 
@@ -127,6 +131,13 @@ def load_sharded(
     fix = f" It must be a Hugging Face {kind} directory with config.json and safetensors weights."
     plan = _Plan(head, held, lora)
     return loaded_on_all(folder, ranks, lambda: _load(folder, ranks, dtype, plan, seed), fix)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, in the same memory."""
+    assert isinstance(tensor, DTensor)
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def local_rows(tensor: DTensor) -> tuple[int, int, bool]:

@@ -26,7 +26,7 @@ from trainer_service.backends.common import ChangingModel
 from trainer_service.backends.fsdp.attention import takes_ragged
 from trainer_service.backends.fsdp.compiled import Compile, compile_blocks
 from trainer_service.backends.fsdp.forward import fitted, packed_columns, probe_packing, require_packable
-from trainer_service.backends.fsdp.loading import load_sharded
+from trainer_service.backends.fsdp.loading import load_sharded, local_part
 from trainer_service.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from trainer_service.backends.fsdp.recompute import recompute_blocks
 from trainer_service.backends.fsdp.routing import RouteReplay
@@ -98,7 +98,7 @@ class HeldModel(ChangingModel):
         # The first pass of FSDP may move the local shards, so the optimizer gets them after it.
         parameters = self.module.named_parameters()
         changing = {name: each for name, each in parameters if each.requires_grad or use.follows}
-        self.shards = {name: nn.Parameter(_local(parameter)) for name, parameter in changing.items()}
+        self.shards = {name: nn.Parameter(local_part(parameter)) for name, parameter in changing.items()}
         self.rows = {name: parameter.shape[0] for name, parameter in changing.items()}
         self._adamw: ShardedAdamW | None = None
         if use.optimizer is not None:
@@ -156,7 +156,7 @@ class HeldModel(ChangingModel):
     def on_device(self) -> Iterator[Tensor]:
         """Yield all tensors of this rank that take memory on its device between two steps."""
         for held in (*self.module.parameters(), *self.module.buffers()):
-            yield _local(held) if isinstance(held, DTensor) else held.detach()
+            yield local_part(held) if isinstance(held, DTensor) else held.detach()
         yield from (shard.detach() for shard in self.shards.values())
         if self._adamw is not None and not self._adamw.offload:
             yield from (each for values in self._adamw.moments().values() for each in values.values())
@@ -176,7 +176,7 @@ class HeldModel(ChangingModel):
         for name, parameter in self.module.named_parameters():
             if (shard := self.shards.get(name)) is not None:
                 if parameter.grad is not None:
-                    shard.grad, parameter.grad = _local(parameter.grad), None
+                    shard.grad, parameter.grad = local_part(parameter.grad), None
                 elif shard.grad is None:  # every shard has moments, even if no loss used it
                     shard.grad = torch.zeros_like(shard)
         return self._norm(self._gradients)
@@ -200,7 +200,7 @@ class HeldModel(ChangingModel):
             parameter.grad = None
 
     def _move(self, source: HeldModel, share: float) -> None:
-        theirs = {name: _local(parameter) for name, parameter in source.module.named_parameters()}
+        theirs = {name: local_part(parameter) for name, parameter in source.module.named_parameters()}
         for name, shard in self.shards.items():
             shard.lerp_(self.found_in(source, name, theirs.get(name), shard.shape).float(), share)
 
@@ -232,10 +232,3 @@ def _check_sequence(module: Any, shared: SequenceRanks, name: str) -> None:
         raise ModelError(
             f"trainer.parallel.sequence: the model {name!r} has {heads} attention heads. Set a divisor of it."
         )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, in the same memory."""
-    assert isinstance(tensor, DTensor)
-    with torch.no_grad():
-        return tensor.to_local()
