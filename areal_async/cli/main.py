@@ -122,10 +122,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-buffer = typer.Typer(
-    help="Look into the buffer of a run, and take episodes out of it.",
-    no_args_is_help=True,
-)
+buffer = typer.Typer(help="Look into the buffer of a run, and take episodes out of it.", no_args_is_help=True)
 reward = typer.Typer(help="Try a reward on a file, or serve it.", no_args_is_help=True)
 
 

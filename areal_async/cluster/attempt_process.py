@@ -20,13 +20,7 @@ import msgspec
 
 from areal_async.base.errors import RunInterrupted, as_ours, with_limit
 from areal_async.base.own_files import PRIVATE_UMASK, read_own, write_whole
-from areal_async.cluster.attempt import (
-    ENDING,
-    REQUEST,
-    STOP,
-    AttemptRequest,
-    claim,
-)
+from areal_async.cluster.attempt import ENDING, REQUEST, STOP, AttemptRequest, claim
 from areal_async.cluster.states import RunEnded
 from areal_async.cluster.submission import next_job
 from areal_async.launch.preflight import check_contents

@@ -28,14 +28,7 @@ import msgspec
 
 from areal_async.base.errors import ArealError
 from areal_async.base.log import get_logger
-from areal_async.base.own_files import (
-    NotOurs,
-    close_folder,
-    is_locked,
-    lock_file,
-    read_own,
-    write_whole,
-)
+from areal_async.base.own_files import NotOurs, close_folder, is_locked, lock_file, read_own, write_whole
 from areal_async.base.processes import start_of
 from areal_async.cluster.states import ACTIVE
 from areal_async.cluster.store import JobStore

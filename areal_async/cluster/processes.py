@@ -21,15 +21,7 @@ from areal_async.base.gpus import names_of
 from areal_async.base.own_files import read_record, tail_of, write_whole
 from areal_async.base.processes import RUN_VARIABLE
 from areal_async.base.topology import Role
-from areal_async.cluster.attempt import (
-    ENDING,
-    RECORD_BYTES,
-    REQUEST,
-    STOP,
-    AttemptRequest,
-    holder_of,
-    void,
-)
+from areal_async.cluster.attempt import ENDING, RECORD_BYTES, REQUEST, STOP, AttemptRequest, holder_of, void
 from areal_async.cluster.logs import OF_THE_RUN, logs_in
 from areal_async.cluster.states import RunEnded
 from areal_async.cluster.store import StoredJob

@@ -27,8 +27,7 @@ class Resources(msgspec.Struct, frozen=True):
     def without(self, others: Collection[Resources]) -> Resources:
         """Return these resources minus `others`. Numbers are negative if `others` have more."""
         return Resources(
-            self.cpus - sum(other.cpus for other in others),
-            self.gpus - sum(other.gpus for other in others),
+            self.cpus - sum(other.cpus for other in others), self.gpus - sum(other.gpus for other in others)
         )
 
     def lacks(self, needed: Resources) -> str:

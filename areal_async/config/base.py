@@ -33,11 +33,7 @@ class Section(BaseModel):
     errors and on the reference page. Every number has an upper bound."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        validate_default=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
     def __setattr__(self, name: str, value: Any) -> None:

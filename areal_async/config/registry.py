@@ -50,13 +50,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from areal_async.base.errors import ArealError
-from areal_async.base.mistakes import (
-    ADD_IT,
-    Mistake,
-    blank_after_colon,
-    in_words,
-    value_in_words,
-)
+from areal_async.base.mistakes import ADD_IT, Mistake, blank_after_colon, in_words, value_in_words
 from areal_async.base.own_files import read_regular
 from areal_async.base.secrecy import is_secret
 from areal_async.config.base import Section

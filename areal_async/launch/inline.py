@@ -338,7 +338,7 @@ def one_prompt_at_a_time() -> Iterator[None]:
     if sys.breakpointhook is not sys.__breakpointhook__ or "PYTHONBREAKPOINT" in os.environ:
         yield
         return
-    sys.breakpointhook = lambda: OnePrompt().set_trace(sys._getframe(1))
+    sys.breakpointhook = lambda: OnePrompt().set_trace(sys._getframe(1))  # type: ignore[misc]
     try:
         yield
     finally:

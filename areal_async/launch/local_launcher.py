@@ -15,11 +15,7 @@ from pathlib import Path
 import msgspec
 
 from areal_async.base.own_files import write_whole
-from areal_async.base.processes import (
-    ChildProcess,
-    service_environment,
-    start_service,
-)
+from areal_async.base.processes import ChildProcess, service_environment, start_service
 from areal_async.base.topology import Role, ServicePlace, Topology
 from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.job import JobConfig

@@ -7,10 +7,10 @@ forward passes, and generation one that is less efficient the fewer requests sha
 generation, the trainer gets all cores. Small models begin with one thread each, because their operations are
 so short that threads wait for each other longer than they compute. Then a search follows the job. If one
 side is busier by more than `BAND`, each of its processes gets one more thread. These threads come from the
-unused cores, or else from the other side. If the model is not small and cores are idle, because one side waits
-for the other, a side also gets threads beyond the cores, but never more than there are cores. Threads wait
-without spinning (`areal_async.base.processes.service_environment`), so a side that waits leaves its cores to
-the other.
+unused cores, or else from the other side. If the model is not small and cores are idle, because one side
+waits for the other, a side also gets threads beyond the cores, but never more than there are cores. Threads
+wait without spinning (`areal_async.base.processes.service_environment`), so a side that waits leaves its
+cores to the other.
 
 Each new split is on trial. It is kept if the steps per second rose by the factor `WORTH`, and otherwise
 undone. After an undone trial, the side that had gained the thread gets no further one for a while, which
@@ -65,14 +65,13 @@ class Sides:
     """The processes that share the cores. A fixed side keeps its threads."""
 
     cores: int
-    ranks: int
-    engines: int
+    trainer: int
+    """Number of ranks."""
+    rollout: int
+    """Number of engines."""
     fixed: frozenset[Side] = frozenset()
     is_small: bool = True
     """Whether the operations of the model are too short for many threads."""
-
-    def processes(self, side: Side) -> int:
-        return self.ranks if side == "trainer" else self.engines
 
 
 @dataclass(frozen=True)
@@ -82,15 +81,12 @@ class Split:
     trainer: int = 1
     rollout: int = 1
 
-    def of(self, side: Side) -> int:
-        return self.trainer if side == "trainer" else self.rollout
-
     def cores(self, sides: Sides) -> int:
-        return self.trainer * sides.ranks + self.rollout * sides.engines
+        return self.trainer * sides.trainer + self.rollout * sides.rollout
 
 
 @dataclass(frozen=True)
-class Span:
+class SplitSpan:
     """The completed steps under one split. The step in which the split began is not among them."""
 
     since_s: float = 0.0
@@ -105,7 +101,7 @@ class Span:
 
     def busy(self, side: Side) -> float:
         """Return the mean busy share of a side."""
-        return (self.trainer if side == "trainer" else self.rollout) / max(1, self.looks)
+        return float(getattr(self, side)) / max(1, self.looks)
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,7 @@ class Search:
     """The current split with its steps, and the trials so far."""
 
     split: Split
-    span: Span = Span()
+    span: SplitSpan = SplitSpan()
     tried_from: Split | None = None
     """Split before the current one, if the current split is on trial."""
     rate_before: float = 0.0
@@ -142,7 +138,7 @@ def decode_cost(rows: int) -> float:
     """Return the cost of sampling a token, in forward passes of training, if `rows` requests share a pass.
 
     A pass reads all weights, whatever it computes, and its matrices are narrow. The two constants are those
-    of a model with 28M parameters in fp32 (`benchmarks/results/decode_threads.json`)."""
+    of the 28M model in fp32 of `benchmarks/against_trl_long.py`."""
     return 1.6 + 20.0 / rows
 
 
@@ -152,12 +148,12 @@ def first_split(job: JobConfig, sides: Sides) -> Split:
     rollout, buffer = job.rollout, job.buffer
     split = Split(first_threads(job.trainer.torch_threads), first_threads(rollout.torch_threads))
     work: dict[Side, float] = {"trainer": TRAIN}
-    if sides.engines:
-        wanted = buffer.batch_groups * rollout.group_size * (1 + buffer.max_staleness) // sides.engines
+    if sides.rollout:
+        wanted = buffer.batch_groups * rollout.group_size * (1 + buffer.max_staleness) // sides.rollout
         work["rollout"] = decode_cost(max(1, min(rollout.max_concurrent, wanted)))
     while not sides.is_small:
-        side = max(work, key=lambda each: work[each] / (split.of(each) * sides.processes(each)))
-        more = replace(split, **{side: split.of(side) + 1})
+        side = max(work, key=lambda each: work[each] / (getattr(split, each) * getattr(sides, each)))
+        more = replace(split, **{side: getattr(split, side) + 1})
         if side in sides.fixed or more.cores(sides) > sides.cores:
             break
         split = more
@@ -178,13 +174,13 @@ def follow(search: Search, sides: Sides, busy: Mapping[Side, float], *, now_s: f
         return replace(search, span=looked)
     if span.since_step < 0 or step < span.step:  # a restarted trainer repeats steps
         begun = span.step >= 0 and step > span.step
-        return replace(search, span=Span(now_s, step if begun else -1, step))
+        return replace(search, span=SplitSpan(now_s, step if begun else -1, step))
     looked = replace(looked, step=step)
     elapsed_s, steps = now_s - span.since_s, step - span.since_step
     if elapsed_s < PERIOD_S or steps < 2:
         return replace(search, span=looked)
     rate = steps / elapsed_s
-    anew = replace(search, span=Span(step=step), tried_from=None)
+    anew = replace(search, span=SplitSpan(step=step), tried_from=None)
     if search.tried_from is not None:
         paid, given = rate >= WORTH * search.rate_before, search.given
         hold = Hold() if paid else search.holds.get(given, Hold()).again(PATIENCE_S, now_s)
@@ -193,31 +189,27 @@ def follow(search: Search, sides: Sides, busy: Mapping[Side, float], *, now_s: f
     for side, wanted in _wanted(search.split, looked, sides):
         if now_s >= search.holds.get(side, Hold()).until_s:
             return replace(anew, split=wanted, tried_from=search.split, rate_before=rate, given=side)
-    return replace(search, span=replace(Span(now_s, step, step)))
+    return replace(search, span=SplitSpan(now_s, step, step))
 
 
-def _wanted(split: Split, span: Span, sides: Sides) -> Iterator[tuple[Side, Split]]:
+def _wanted(split: Split, span: SplitSpan, sides: Sides) -> Iterator[tuple[Side, Split]]:
     """Yield the splits to try, the most promising first, with the side that gets a thread."""
-    gap = span.busy("trainer") - span.busy("rollout")
-    busier: Side = "trainer" if gap > 0 else "rollout"
-    used = sum(span.busy(side) * split.of(side) * sides.processes(side) for side in get_args(Side))
-    is_idle = used < (1 - IDLE) * sides.cores
-    for side in (busier, _other(busier)):
+    busy = {side: span.busy(side) for side in get_args(Side)}
+    busier, other = sorted(get_args(Side), key=lambda side: -busy[side])
+    is_uneven = busy[busier] - busy[other] > BAND
+    used = sum(busy[side] * getattr(split, side) * getattr(sides, side) for side in busy)
+    is_idle = used < (1 - IDLE) * sides.cores and not sides.is_small
+    for side, giver in ((busier, other), (other, busier)):
+        more = replace(split, **{side: getattr(split, side) + 1})
+        moved = replace(more, **{giver: getattr(split, giver) - 1})
+        gains = is_uneven and side == busier
+        fits = more.cores(sides) <= sides.cores
         if side in sides.fixed:
             continue
-        more = replace(split, **{side: split.of(side) + 1})
-        moved = replace(more, **{_other(side): split.of(_other(side)) - 1})
-        is_busier = side == busier and abs(gap) > BAND
-        if is_busier and more.cores(sides) <= sides.cores:
+        if (gains and fits) or (is_idle and getattr(split, side) * getattr(sides, side) < sides.cores):
             yield side, more
-        elif is_idle and not sides.is_small and split.of(side) * sides.processes(side) < sides.cores:
-            yield side, more
-        elif is_busier and _other(side) not in sides.fixed and split.of(_other(side)) > 1:
+        elif gains and giver not in sides.fixed and getattr(moved, giver):
             yield side, moved
-
-
-def _other(side: Side) -> Side:
-    return "rollout" if side == "trainer" else "trainer"
 
 
 class ThreadSplit:

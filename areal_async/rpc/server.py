@@ -35,14 +35,7 @@ from typing_extensions import Buffer
 from areal_async.base.errors import FaultError, ProtocolError
 from areal_async.rpc import endpoints
 from areal_async.rpc.endpoints import ANYBODY
-from areal_async.rpc.frames import (
-    Header,
-    Kind,
-    read_attachments,
-    read_header,
-    read_request,
-    write_frames,
-)
+from areal_async.rpc.frames import Header, Kind, read_attachments, read_header, read_request, write_frames
 from areal_async.rpc.lanes import Lane, Lanes
 from areal_async.rpc.metrics import REFUSED
 from areal_async.rpc.permissions import may_ask

@@ -34,10 +34,7 @@ class PolledSocket:
     """
 
     def __init__(
-        self,
-        sock: zmq.Socket[bytes],
-        n_copied: int,
-        on_frames: Callable[[list[bytes], list[Buffer]], None],
+        self, sock: zmq.Socket[bytes], n_copied: int, on_frames: Callable[[list[bytes], list[Buffer]], None]
     ) -> None:
         self._sock = sock
         self._n_copied = n_copied

@@ -49,13 +49,7 @@ from areal_async.launch.lifecycle import Ending
 from areal_async.launch.local_launcher import write_targets
 from areal_async.launch.metrics import watch_disk
 from areal_async.launch.monitor import LoadLog, Monitor, StatusClients
-from areal_async.launch.plan import (
-    MODULES,
-    services_of,
-    supervisor_port,
-    with_channel,
-    with_fields,
-)
+from areal_async.launch.plan import MODULES, services_of, supervisor_port, with_channel, with_fields
 from areal_async.launch.preflight import check_for_cluster, check_inline, check_machine
 from areal_async.launch.stored_runs import mirrored
 from areal_async.launch.summary import failure_text, summarise

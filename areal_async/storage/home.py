@@ -18,14 +18,7 @@ import fsspec
 from areal_async.base.addresses import Address
 from areal_async.base.errors import FaultError, WireError, errno_of
 from areal_async.rpc.client import SyncClient
-from areal_async.rpc.home_messages import (
-    HomeFile,
-    HomeFiles,
-    ListHome,
-    ReadHome,
-    RemoveHome,
-    WriteHome,
-)
+from areal_async.rpc.home_messages import HomeFile, HomeFiles, ListHome, ReadHome, RemoveHome, WriteHome
 from areal_async.rpc.secret import Access
 
 PROTOCOL = "home"

@@ -79,11 +79,7 @@ def _data_set(name: str, begun: Callable[[], None]) -> Path:
 
 
 def _snapshot(
-    name: str,
-    kind: str,
-    patterns: list[str],
-    is_whole: Callable[[Path], bool],
-    begun: Callable[[], None],
+    name: str, kind: str, patterns: list[str], is_whole: Callable[[Path], bool], begun: Callable[[], None]
 ) -> Path:
     """Return the folder of a repository in the local cache. Fetch it if needed."""
     from huggingface_hub import constants, snapshot_download  # Imported here because most jobs have paths

@@ -67,13 +67,7 @@ class Mirror:
     """A mirror of `folder` at `url`, from `start` to `stop`. It includes the files for which `wanted(name)`
     is true."""
 
-    def __init__(
-        self,
-        folder: Path,
-        url: str,
-        *,
-        wanted: Callable[[str], bool] = lambda name: True,
-    ) -> None:
+    def __init__(self, folder: Path, url: str, *, wanted: Callable[[str], bool] = lambda name: True) -> None:
         self.url = url
         self._folder = folder
         self._wanted = wanted

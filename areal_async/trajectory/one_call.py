@@ -16,12 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.trajectory.codec import EpisodeHead, pack_frames, pack_head, unpack
-from areal_async.trajectory.episode import (
-    LOGPROB_SLACK,
-    SHORT,
-    check_calls,
-    check_header,
-)
+from areal_async.trajectory.episode import LOGPROB_SLACK, SHORT, check_calls, check_header
 from areal_async.trajectory.layout import (
     F32,
     I32,

@@ -99,12 +99,7 @@ class Snapshot:
 
 
 def finish_snapshot(
-    root: Path,
-    tag: VersionTag,
-    layout: Layout,
-    parts: list[Part],
-    model: Path,
-    companions: Companions,
+    root: Path, tag: VersionTag, layout: Layout, parts: list[Part], model: Path, companions: Companions
 ) -> SnapshotInfo:
     """Make the snapshot `tag` from the tensor file `model`, which is moved into it.
 

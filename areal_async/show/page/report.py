@@ -58,10 +58,7 @@ def differences(contents: Sequence[Json]) -> list[Json]:
     told = [dict(leaves_of(JobConfig, shown(content, JobConfig))) for content in contents]
     fields = sorted({name for each in leaves for name in each} - {"job", "run_dir"})
     return [
-        {
-            "field": name,
-            "values": [dump_yaml(each.get(name)).removesuffix("...\n").strip() for each in told],
-        }
+        {"field": name, "values": [dump_yaml(each.get(name)).removesuffix("...\n").strip() for each in told]}
         for name in fields
         if any(each.get(name) != leaves[0].get(name) for each in leaves)
     ]
@@ -78,12 +75,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _run(name: str, folder: Path, job: JobConfig) -> Json:
     rows, _ = rows_of(as_it_became(read_run_log(folder / reading.RECORDS)))
     overview = reading.overview(folder, job)
-    return {
-        "name": name,
-        "overview": overview,
-        "rows": thinned(rows, MOST_ROWS),
-        "samples": _samples(folder),
-    }
+    return {"name": name, "overview": overview, "rows": thinned(rows, MOST_ROWS), "samples": _samples(folder)}
 
 
 def _samples(folder: Path) -> list[Json]:

@@ -205,12 +205,7 @@ class SnapshotFetcher(ReceivingEnd):
     makes_deltas = False
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        node_id: str,
-        server: ChunkServer,
-        download: Callable[..., Download],
+        self, root: Path, *, node_id: str, server: ChunkServer, download: Callable[..., Download]
     ) -> None:
         self.server = server
         self.bytes_received = 0

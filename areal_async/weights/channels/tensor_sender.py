@@ -93,12 +93,7 @@ class TensorSender(PublishingEnd):
     takes_tensors = True
 
     def __init__(
-        self,
-        *,
-        device: str,
-        limit_s: float,
-        host: str = LOOPBACK,
-        snapshots: PublishingEnd | None = None,
+        self, *, device: str, limit_s: float, host: str = LOOPBACK, snapshots: PublishingEnd | None = None
     ) -> None:
         self._device = torch.device(device)
         self._host = host

@@ -65,19 +65,19 @@ class Host:
 
 
 def test_the_busier_side_gets_the_cores_that_are_left():
-    host = Host(Sides(8, ranks=1, engines=1), trainer_s=0.6, rollout_s=0.1)
+    host = Host(Sides(8, trainer=1, rollout=1), trainer_s=0.6, rollout_s=0.1)
     assert host.run(600) == Split(6, 1)
 
 
 def test_threads_move_over_when_a_job_changes_its_balance():
-    host = Host(Sides(4, ranks=1, engines=1), trainer_s=0.3, rollout_s=0.1)
+    host = Host(Sides(4, trainer=1, rollout=1), trainer_s=0.3, rollout_s=0.1)
     assert host.run(600) == Split(3, 1)
     host.trainer_s, host.rollout_s = 0.1, 0.3
     assert host.run(1200) == Split(1, 3)
 
 
 def test_a_thread_that_does_not_pay_is_taken_back_and_tried_ever_more_seldom():
-    host = Host(Sides(8, ranks=1, engines=1), trainer_s=0.6, rollout_s=0.1, most=2)
+    host = Host(Sides(8, trainer=1, rollout=1), trainer_s=0.6, rollout_s=0.1, most=2)
     host.run(4 * 3600)
     trials = [split for split in host.seen if split.trainer == 3]
     assert 3 <= len(trials) <= 12
@@ -85,26 +85,26 @@ def test_a_thread_that_does_not_pay_is_taken_back_and_tried_ever_more_seldom():
 
 
 def test_a_job_in_balance_is_left_alone():
-    host = Host(Sides(8, ranks=1, engines=1), trainer_s=0.50, rollout_s=0.45)
+    host = Host(Sides(8, trainer=1, rollout=1), trainer_s=0.50, rollout_s=0.45)
     host.run(600)
     assert host.seen == [Split()]
 
 
 def test_two_cores_for_two_sides_of_a_small_model_are_one_each():
-    host = Host(Sides(2, ranks=1, engines=1), trainer_s=0.5, rollout_s=0.1)
+    host = Host(Sides(2, trainer=1, rollout=1), trainer_s=0.5, rollout_s=0.1)
     host.run(600)
     assert host.seen == [Split()]
 
 
 @pytest.mark.parametrize("step_s", [2.0, 30.0])
 def test_sides_that_wait_in_turns_both_get_all_cores(step_s):
-    sides = Sides(2, ranks=1, engines=1, is_small=False)
+    sides = Sides(2, trainer=1, rollout=1, is_small=False)
     host = Host(sides, trainer_s=0.5 * step_s, rollout_s=0.5 * step_s, in_turns=True)
     assert host.run(20 * (PERIOD_S + step_s)) == Split(2, 2)
 
 
 def test_threads_beyond_the_cores_that_do_not_pay_are_taken_back():
-    host = Host(Sides(2, ranks=1, engines=1, is_small=False), trainer_s=10.0, rollout_s=5.0, most=1)
+    host = Host(Sides(2, trainer=1, rollout=1, is_small=False), trainer_s=10.0, rollout_s=5.0, most=1)
     host.run(4 * 3600)
     assert {*host.seen} == {Split(), Split(2, 1), Split(1, 2)}
     assert len(host.seen) < 50
@@ -112,7 +112,7 @@ def test_threads_beyond_the_cores_that_do_not_pay_are_taken_back():
 
 def test_a_rate_needs_two_completed_steps_however_long_they_take():
     """A slow step does not look like no progress."""
-    sides = Sides(8, ranks=1, engines=1, is_small=False)
+    sides = Sides(8, trainer=1, rollout=1, is_small=False)
     host = Host(sides, trainer_s=20 * PERIOD_S, rollout_s=PERIOD_S)
     assert host.run(1000 * PERIOD_S) == Split(7, 1)
 
