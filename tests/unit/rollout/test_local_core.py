@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult, RequestError
+from rollout_service.engines.local import model
 from rollout_service.engines.local.core import EngineCore
 from rollout_service.engines.local.requests import Draw, draw, uniforms
 from tests.unit.rollout.conftest import distribution
@@ -157,6 +158,19 @@ def test_versions_are_true_across_updates_when_kv_is_recomputed(endless: Any) ->
             assert np.abs(endless.logprobs(one, got, other) - got.logprobs)[at].max() > 1e-3
         spans.add(len(np.unique(got.versions)))
     assert max(spans) >= 4
+
+
+@pytest.mark.parametrize("least_bytes", [0, 1 << 40])
+def test_packed_layers_have_the_weights_of_the_newest_version(endless, monkeypatch, least_bytes):
+    monkeypatch.setattr(model, "PACKED_BYTES", least_bytes)
+    core = endless.core()
+    packed = [layer for layer in core.model.model.modules() if isinstance(layer, torch.nn.Linear)]
+    assert all(("forward" in vars(layer)) == (not least_bytes) for layer in packed)
+    asked = [request(i, ids, max_new_tokens=12) for i, ids in enumerate(prompts(4))]
+    done = run(core, *asked, at=lambda step: step == 4 and swap(core, endless.weights(1)))
+    for one in asked:
+        assert {*done[one.request_id].versions.tolist()} == {0, 1}
+        endless.assert_true(one, done[one.request_id])
 
 
 def test_versions_are_true_when_kv_is_kept_and_the_approximation_shows(endless: Any) -> None:
