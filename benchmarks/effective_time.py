@@ -11,10 +11,14 @@ are left out.
 
     effective training time = wall time of the undisturbed run / wall time of the disturbed one
 
-over the same steps. From the return of the last victim (it serves; a trainer has trained a step) to the next
-kill pass an exponential time of mean `--every` seconds, from the seed. Beside it, for a reader with another
-rate of failures, the seconds lost per kill of each role: what the steps around it took longer than a step of
-the undisturbed run does.
+over the same steps. The machine's speed drifts between two runs, and so does this ratio. `computed` is the
+same ratio without the drift: the share of its wall time in which the trainer of the disturbed run computed
+steps that count, over that share of the undisturbed run.
+
+From the return of the last victim (it serves; a trainer has trained a step) to the next kill pass `--every`
+seconds on average, 0.5 to 1.5 times as many, from the seed. Beside it, for a reader with another rate of
+failures, the seconds from a kill of each role until the supervisor notices and until the successor serves,
+and the seconds lost: what the steps around the kill took longer than a step of the undisturbed run does.
 
 With `--noise` the trainer does no step twice alike, as on a GPU: every advantage gets a little noise of its
 own, so a trainer that comes back abandons all versions after the state that it goes on from. What share of
@@ -38,6 +42,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,11 +51,16 @@ import yaml
 
 from areal_async.base.processes import kill_processes_of
 from areal_async.cli.quickstart.model import split_problems, write_model, write_tasks
+from areal_async.launch.run_handle import find_run
 from areal_async.service.record import as_it_became, read_run_log
+from replay_buffer.tools.measured import measured
 
 ROLES = ("rollout-0", "reward", "buffer", "redis")
 WARMUP_STEPS = 6
 """Until the buffer has its batches ahead."""
+SPACING = (0.5, 1.5)
+"""Shortest and longest time to the next kill, in `--every`. With exponential times, a run of few kills may
+have half as many as stated."""
 POLL_S = 0.05
 SETTLE_STEPS = 4
 """Steps after a kill that may still be slower for it."""
@@ -91,6 +101,11 @@ class Kill:
     """Unix time."""
     down_s: float | None = None
     """Until its successor served; of a trainer and of a whole job, until a step was trained."""
+    noticed_s: float | None = None
+    """From the kill until the supervisor starts a successor."""
+    serves_s: float | None = None
+    """From the kill until the successor serves, by the supervisor's log. For Redis, until the buffer has
+    loaded the ledger from the new one."""
     lost_s: float | None = None
 
 
@@ -103,6 +118,8 @@ class Run:
     """With those that were done again."""
     wait_share: float = 0.0
     """Of the wall time, the trainer's waiting for batches."""
+    computing_share: float = 0.0
+    """Of the wall time, the trainer's computing of steps that count."""
     kills: list[Kill] = field(default_factory=list)
     max_staleness: int = 0
     episodes_dropped: int = 0
@@ -256,10 +273,10 @@ def measure(
             if kind == "undisturbed" or job.steps() < WARMUP_STEPS or job.last_step() >= steps - SETTLE_STEPS:
                 continue
             if next_s is None:
-                next_s = time.monotonic() + rng.expovariate(1 / every_s)
+                next_s = time.monotonic() + every_s * rng.uniform(*SPACING)
             elif time.monotonic() >= next_s:
                 hit(job, run, next(whom))
-                next_s = time.monotonic() + rng.expovariate(1 / every_s)
+                next_s = time.monotonic() + every_s * rng.uniform(*SPACING)
         if job.process.returncode:
             raise SystemExit(f"the run ({kind}) failed: see {run_dir}/logs")
     finally:
@@ -297,8 +314,10 @@ def read_times(run: Run, run_dir: Path, steps: int) -> list[float]:
     counted = times[WARMUP_STEPS:]
     run.steps, run.wall_s = len(counted) - 1, counted[-1] - counted[0]
     run.trained_steps = sum(record["time_s"] > counted[0] for record in every)
-    waited_s = sum(record["wait_s"] for record in as_it_became(every)[WARMUP_STEPS + 1 :])
-    run.wait_share = waited_s / run.wall_s
+    final = as_it_became(every)[WARMUP_STEPS + 1 :]
+    run.wait_share = sum(record["wait_s"] for record in final) / run.wall_s
+    run.computing_share = sum(record["busy_s"] for record in final) / run.wall_s
+    split(run.kills, run_dir / "logs")
     run.max_staleness = summary["max_staleness_seen"]
     run.episodes_dropped = summary["episodes_dropped"]
     run.resumes = summary["resumes"]
@@ -307,6 +326,25 @@ def read_times(run: Run, run_dir: Path, steps: int) -> list[float]:
     dropped = sum(run.groups_dropped.values())
     run.dropped_share = dropped / max(1, dropped + counts.get("committed", 0))
     return counted
+
+
+def split(kills: Sequence[Kill], logs: Path) -> None:
+    """Fill in when the supervisor noticed each death and when the successor served."""
+
+    def after(file: str, event: str, kill: Kill) -> float | None:
+        for line in (logs / f"{file}.log").read_text(encoding="utf-8").splitlines():
+            said = json.loads(line)
+            passed_s = datetime.fromisoformat(said["time"]).timestamp() - kill.at_s
+            if passed_s > 0 and said["event"] == event and said.get("service", kill.role) == kill.role:
+                return round(passed_s, 3)
+        return None
+
+    for kill in kills:
+        if kill.role == "redis":
+            kill.serves_s = after("buffer", "ledger loaded", kill)
+        elif kill.role != "whole job":
+            kill.noticed_s = after("supervisor", "start", kill)
+            kill.serves_s = after("supervisor", "service serves", kill)
 
 
 def lost(run: Run, times: Sequence[float], pace_s: float) -> None:
@@ -326,12 +364,14 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
     """Effective training time by kind, and what a kill of each role cost."""
     base = [run for run in runs if run.kind == "undisturbed"]
     base_s = statistics.mean(run.wall_s for run in base)
+    base_share = statistics.mean(run.computing_share for run in base)
     kinds: dict[str, Any] = {}
     for kind in dict.fromkeys(run.kind for run in runs):
         mine = [run for run in runs if run.kind == kind]
         wall_s, kills = sum(run.wall_s for run in mine), sum(len(run.kills) for run in mine)
         kinds[kind] = {
             "effective": base_s * len(mine) / wall_s,
+            "computed": statistics.mean(run.computing_share for run in mine) / base_share,
             "wall_s": wall_s / len(mine),
             "kills": kills,
             "one_kill_every_s": wall_s / kills if kills else None,
@@ -345,6 +385,8 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
         kills_of = [kill for run in runs for kill in run.kills if kill.role == role]
         roles[role] = {
             "kills": len(kills_of),
+            "noticed_s": _mean([kill.noticed_s for kill in kills_of]),
+            "serves_s": _mean([kill.serves_s for kill in kills_of]),
             "back_after_s": _mean([kill.down_s for kill in kills_of]),
             "lost_s": _mean([kill.lost_s for kill in kills_of]),
         }
@@ -360,20 +402,19 @@ def show(result: dict[str, Any]) -> None:
     def text(value: float | None, form: str) -> str:
         return "–" if value is None else format(value, form)
 
-    head = f"{'killed':>12} {'effective':>10} {'wall s':>8} {'kills':>6} {'every s':>8} {'lost s/kill':>12}"
-    print(head + f" {'again':>6} {'dropped':>8}")
+    head = f"{'killed':>12} {'effective':>10} {'computed':>9} {'wall s':>8}"
+    print(head + f" {'kills':>6} {'every s':>8} {'lost s/kill':>12} {'again':>6} {'dropped':>8}")
     for kind, row in result["kinds"].items():
         print(
-            f"{kind:>12} {row['effective']:>10.3f} {row['wall_s']:>8.1f} {row['kills']:>6} "
-            f"{text(row['one_kill_every_s'], '.1f'):>8} {text(row['lost_s_per_kill'], '.2f'):>12} "
-            f"{row['steps_done_again']:>6} {row['groups_dropped_share']:>8.2%}"
+            f"{kind:>12} {row['effective']:>10.3f} {row['computed']:>9.3f} {row['wall_s']:>8.1f} "
+            f"{row['kills']:>6} {text(row['one_kill_every_s'], '.1f'):>8} "
+            f"{text(row['lost_s_per_kill'], '.2f'):>12} {row['steps_done_again']:>6} "
+            f"{row['groups_dropped_share']:>8.2%}"
         )
-    print(f"\n{'role':>12} {'kills':>10} {'back after s':>14} {'lost s':>8}")
+    names = ("noticed_s", "serves_s", "back_after_s", "lost_s")
+    print(f"\n{'role':>12} {'kills':>6}" + "".join(f"{name:>14}" for name in names))
     for role, row in result["roles"].items():
-        print(
-            f"{role:>12} {row['kills']:>10} {text(row['back_after_s'], '.2f'):>14} "
-            f"{text(row['lost_s'], '.2f'):>8}"
-        )
+        print(f"{role:>12} {row['kills']:>6}" + "".join(f"{text(row[name], '.2f'):>14}" for name in names))
 
 
 def main() -> None:
@@ -389,7 +430,7 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job is ended, too
     runs: list[Run] = []
-    pace_s = 0.0
+    pace_s, costs = 0.0, None
     with tempfile.TemporaryDirectory(prefix="effective-time-") as folder:
         job_file = prepare(Path(folder), options.groups, noise=options.noise)
         rng = random.Random(options.seed)
@@ -398,6 +439,7 @@ def main() -> None:
             run, times = measure(kind, job_file, options.steps, options.every, rng, whom[kind], options.set)
             if kind == "undisturbed":
                 pace_s = run.wall_s / run.steps
+                costs = measured([find_run(job_file.parent / "runs" / "effective-time")]).model_dump()
             lost(run, times, pace_s)
             runs.append(run)
             print(f"{kind}: {run.steps} steps in {run.wall_s:.1f} s, {len(run.kills)} kills", flush=True)
@@ -408,6 +450,8 @@ def main() -> None:
             "command": "python benchmarks/effective_time.py " + " ".join(sys.argv[1:]),
             "cores": len(os.sched_getaffinity(0)),
             "step_s": pace_s,
+            "groups": options.groups,
+            "costs": costs,  # for `simulated_kills.py`
         }
         options.out.write_text(
             json.dumps(stated | result | {"runs": [asdict(run) for run in runs]}, indent=2) + "\n"

@@ -27,7 +27,7 @@ import msgspec
 
 from areal_async.base.errors import ArealError
 from areal_async.base.verdicts import Abstain, Parts, Score
-from areal_async.config.registry import run_user_file
+from areal_async.config.user_file import run_user_file
 from reward_service.inputs import RewardInput
 from reward_service.signatures import adapted
 

@@ -425,13 +425,7 @@ def _store_group(tx: Transaction, put: GroupArrivals, first: int, known: KnownPr
 
 
 def _problem(
-    index: Index,
-    group: GroupRecord,
-    arrival: Arrival,
-    lease_number: int,
-    known: KnownProblems,
-    *,
-    live: bool,
+    index: Index, group: GroupRecord, arrival: Arrival, lease_number: int, known: KnownProblems, *, live: bool
 ) -> str:
     """Return why an arrival cannot be stored, or an empty string if it can be stored or this lease has
     already stored it."""

@@ -58,14 +58,7 @@ def lacks(pace: Pace, step: int, now_ms: int) -> Pace:
 
 
 def enough(
-    pace: Pace,
-    rules: ConsumerRules,
-    *,
-    step: int,
-    spare: int,
-    reused: int,
-    leads_ms: list[int],
-    now_ms: int,
+    pace: Pace, rules: ConsumerRules, *, step: int, spare: int, reused: int, leads_ms: list[int], now_ms: int
 ) -> Pace:
     """Update the pace when the batch of `step` can be made. `spare` scored groups are left beyond the batch.
     `reused` groups of the batch were trained before. For each other group of the batch, `leads_ms` has the

@@ -51,14 +51,7 @@ class EmbeddedRedis:
 
     `password` is the clients' password. If it is empty, a random one is used, which only `url` contains."""
 
-    def __init__(
-        self,
-        data_dir: Path,
-        socket_path: Path,
-        durability: str,
-        *,
-        password: str = "",
-    ) -> None:
+    def __init__(self, data_dir: Path, socket_path: Path, durability: str, *, password: str = "") -> None:
         size = len(os.fsencode(socket_path))
         if size > SOCKET_PATH_LIMIT:
             raise StoreUnusable(

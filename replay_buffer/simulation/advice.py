@@ -113,7 +113,7 @@ PARTS: dict[str, Callable[[Costs], Costs]] = {
     "generation": lambda costs: _faster(
         costs, "engine", ("pass_s", "request_s", "prefill_s", "prompt_token_s", "episode_s")
     ),
-    "training": lambda costs: _faster(costs, "trainer", ("step_s", "token_s", "batch_s")),
+    "training": lambda costs: _faster(costs, "trainer", ("step_s", "token_s", "batch_s", "batch_episode_s")),
     "scoring": _reward,
     "publication": lambda costs: _faster(
         costs, "publication", ("publish_s", "publication_s", "fetch_s", "pause_s")

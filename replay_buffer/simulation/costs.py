@@ -74,8 +74,8 @@ class EngineCosts(Section):
     prefill_s: float = Field(default=0.0, ge=0)
     """Fixed seconds of a prefill pass, in addition to the seconds of its tokens."""
     episode_s: float = Field(default=0.0, ge=0)
-    """Seconds of the worker's own work per episode, one episode after the other: rendering, packing,
-    sending."""
+    """Seconds of the worker's own work per episode, one episode after the other: rendering, packing, sending.
+    On a shared machine (`cores`), the engine waits for a part of this work."""
     recompute: bool = True
     """Whether the KV cache of requests in flight is computed again after an exchange of weights
     (`rollout.update_mode`)."""
@@ -93,6 +93,9 @@ class RewardCosts(Section):
     dropped_share: float = Field(default=0.0, ge=0, lt=1)
     """Share of the groups that are dropped because of their verdicts, including drops by
     `dynamic_filtering`."""
+    pause_s: float = Field(default=0.0, ge=0)
+    """Seconds that an episode waits for its claim and its verdict for the message to the buffer, as both are
+    sent in groups."""
     computes: bool = True
     """Whether scoring uses a core of this machine (`cores`), as a reward function does. If not, it waits for
     another machine."""
@@ -107,7 +110,10 @@ class TrainerCosts(Section):
     token_s: float = Field(ge=0)
     """Seconds for each token."""
     batch_s: float = Field(default=0.0, ge=0)
-    """Seconds from the request for an available batch to its arrival. The trainer waits for this time."""
+    """Seconds from the request for an available batch to its arrival, independent of its size. The trainer
+    waits for this time."""
+    batch_episode_s: float = Field(default=0.0, ge=0)
+    """Further seconds of this wait, for each episode of the batch."""
     ranks: int = Field(default=1, ge=1)
     """Number of ranks for which `token_s` holds. With k times as many ranks, a token takes 1/k of it."""
 

@@ -84,6 +84,15 @@ class SimulatedEngine:
             self._hold(pause_s + contexts * self._costs.prompt_token_s * self._costs.recompute)
             self._go_on()
 
+    def interrupt(self, seconds: float) -> bool:
+        """Let the engine's process do other work for `seconds`. Return False if the engine is idle."""
+        if self._busy_since_ms is None:
+            return False
+        self._move()
+        self._hold(seconds)
+        self._go_on()
+        return True
+
     def _move(self) -> None:
         work_ms = self._clock.work_ms
         if work_ms > self._from_work_ms:

@@ -12,7 +12,7 @@ partial groups are not simulated in this way. No process dies, and no lease expi
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -73,16 +73,6 @@ class SimulatedWorld(Protocol):
 
     def served(self, worker: int, version: int) -> None:
         """Record that the worker serves `version` from now on."""
-
-
-@dataclass(frozen=True)
-class Tally:
-    """Figures of a job at one moment. Times are in ms, `dropped` in groups."""
-
-    at_ms: float
-    steps: int
-    dropped: int
-    waited_ms: float  # Time that the trainer waited for a batch
 
 
 @dataclass(frozen=True)
@@ -187,28 +177,29 @@ class SimulatedJob:
         finally:
             if collecting:
                 gc.enable()
-        done = after.steps - before.steps
-        ages = self._ages[before.steps : after.steps]
+        elapsed_ms, done, dropped, waited_ms = (b - a for a, b in zip(before, after, strict=True))
+        ages = self._ages[int(before[1]) : int(after[1])]
         return Figures(
-            steps=done,
-            elapsed_ms=after.at_ms - before.at_ms,
-            trained=done * self._own.batch_groups,
-            dropped=after.dropped - before.dropped,
+            steps=int(done),
+            elapsed_ms=elapsed_ms,
+            trained=int(done) * self._own.batch_groups,
+            dropped=int(dropped),
             max_staleness=self._max_staleness,
             mean_staleness=sum(ages) / len(ages) if ages else 0.0,
             overlapped=self.overlapped,
-            waited_ms=after.waited_ms - before.waited_ms,
+            waited_ms=waited_ms,
         )
 
     def _run_to(self, steps: int) -> None:
         while self.v_train < steps and self.clock.tick():
             self._let_go_on()
 
-    def _tally(self) -> Tally:
+    def _tally(self) -> tuple[float, float, float, float]:
+        """Return the time in ms, the steps, the dropped groups, and the ms that the trainer waited."""
         counts = self.index.meta.counts
         dropped = sum(times for reason, times in counts.items() if reason.startswith("dropped:"))
         waited = self._waited_ms + (self.clock.now_ms - self._asked_ms if self._asked_ms is not None else 0.0)
-        return Tally(self.clock.now_ms, self.v_train, dropped, waited)
+        return self.clock.now_ms, self.v_train, dropped, waited
 
     @property
     def v_train(self) -> int:
@@ -329,11 +320,11 @@ class SimulatedJob:
 
     def _publish(self, step: int) -> None:
         keeps_ms, beside_ms = self._world.publish_ms()
-        _soon(self.clock, keeps_ms, partial(self._published, step, beside_ms))
+        soon(self.clock, keeps_ms, partial(self._published, step, beside_ms))
 
     def _published(self, step: int, beside_ms: float) -> None:
         self._step, self._asked_ms = step + 1, self.clock.now_ms
-        _soon(self.clock, beside_ms, partial(self._committed, step))
+        soon(self.clock, beside_ms, partial(self._committed, step))
         self._ask()
 
     def _committed(self, step: int) -> None:
@@ -355,7 +346,7 @@ class SimulatedJob:
         self.lease(worker)
 
 
-def _soon(clock: Clock, delay_ms: float, event: partial[None]) -> None:
+def soon(clock: Clock, delay_ms: float, event: Callable[[], object]) -> None:
     """Run `event` now if there is no delay, so that events of one moment keep their order."""
     if delay_ms > 0:
         clock.after(delay_ms, event)

@@ -15,7 +15,13 @@ from replay_buffer.ledger.rules import Rules
 from replay_buffer.simulation.clock import Clock
 from replay_buffer.simulation.costs import Costs
 from replay_buffer.simulation.engine import SimulatedAnswer, SimulatedEngine
-from replay_buffer.simulation.job import Figures, SimulatedJob
+from replay_buffer.simulation.job import Figures, SimulatedJob, soon
+
+BEGUN = 0.5  # Share of the event loop's work on an episode that comes before its first token
+HELD = 0.5
+"""Share of the event loop's work during which a local engine waits for the interpreter. In the rest of the
+time its kernels compute, which release the interpreter. Both shares are estimates from earlier runs of
+`benchmarks/simulator.py`."""
 
 
 @dataclass(frozen=True)
@@ -75,20 +81,26 @@ class Prediction:
     events: int
 
 
+Compute = Callable[[float, Callable[[], object]], None]
+"""Function that does work of so many milliseconds, and then calls back."""
+
+
 class Queue:
     """Queue of work for several servers, in order of arrival."""
 
-    def __init__(self, clock: Clock, servers: int, *, computes: bool) -> None:
+    def __init__(self, clock: Clock, servers: int, *, computes: bool | Compute) -> None:
         self._clock = clock
         self._servers = servers
-        self._start = clock.compute if computes else clock.after
+        self._start = computes if callable(computes) else clock.compute if computes else clock.after
         self._busy = 0
         self._waiting: deque[tuple[float, Callable[[], object]]] = deque()
         self.used_ms = 0.0
 
     def put(self, ms: float, done: Callable[[], object]) -> None:
         """Add work of `ms` milliseconds. `done` is called at its end."""
-        if self._busy < self._servers:
+        if not ms:
+            done()
+        elif self._busy < self._servers:
             self._begin(ms, done)
         else:
             self._waiting.append((ms, done))
@@ -123,7 +135,7 @@ class MeasuredWorld:
         self._running = [0] * shape.workers
         self._rewards = Queue(self._clock, shape.reward_workers, computes=costs.reward.computes)
         self._desk = Queue(self._clock, 1, computes=True)  # The reward service's own work
-        self._loops = [Queue(self._clock, 1, computes=True) for _ in range(shape.workers)]
+        self._loops = [self._loop(worker) for worker in range(shape.workers)]
         self._front = Queue(self._clock, 1, computes=True)
         self._left: dict[str, list[int]] = {}  # Episodes left to generate and to score, by group
         self._to_score: set[str] = set()
@@ -155,7 +167,7 @@ class MeasuredWorld:
             tokens_per_s=figures.throughput * mean,
             staleness_mean=figures.mean_staleness,
             staleness_max=figures.max_staleness,
-            trainer_idle=figures.trainer_idle + 1000 * self._costs.trainer.batch_s * figures.steps / elapsed,
+            trainer_idle=figures.trainer_idle + self._batch_ms(figures.trained, figures.steps) / elapsed,
             rollout_idle=max(0.0, 1 - busy / elapsed / (shape.workers * shape.replicas)),
             reward_idle=max(0.0, 1 - scoring / elapsed / shape.reward_workers),
             wasted=figures.waste,
@@ -196,6 +208,8 @@ class MeasuredWorld:
             ],
             shared_prompt=prompt,
         )
+        # The event loop begins all episodes of a group before it goes on.
+        self._loops[worker].put(BEGUN * 1000 * costs.engine.episode_s * len(tokens), lambda: None)
 
     def _count(self, change: int) -> None:
         """Update the time integral of the number of running episodes."""
@@ -203,10 +217,22 @@ class MeasuredWorld:
         self._running_ms += (now_ms - self._running_since_ms) * sum(self._running)
         self._running_since_ms = now_ms
 
+    def _loop(self, worker: int) -> Queue:
+        shared = self._costs.machine.cores is not None
+        return Queue(self._clock, 1, computes=partial(self._interpret, worker) if shared else True)
+
+    def _interpret(self, worker: int, ms: float, done: Callable[[], object]) -> None:
+        """Do work of a worker's event loop. Its engines share the interpreter, so they wait for a part of
+        it."""
+        held_ms = HELD * ms
+        if sum(engine.interrupt(held_ms / 1000) for engine in self._engines[worker]):
+            ms -= held_ms
+        self._clock.compute(ms, done)
+
     def _answered(self, worker: int, group_id: str, scoring_ms: float) -> None:
         """Handle a sampled episode: its worker does the remaining work."""
         sent = partial(self._sent, worker, group_id, scoring_ms)
-        self._pass_through(self._loops[worker], self._costs.engine.episode_s, sent)
+        self._loops[worker].put((1 - BEGUN) * 1000 * self._costs.engine.episode_s, sent)
 
     def _sent(self, worker: int, group_id: str, scoring_ms: float) -> None:
         """Handle a finished episode: its scoring begins now, independent of the other episodes of its
@@ -215,26 +241,15 @@ class MeasuredWorld:
         self._running[worker] -= 1
         left = self._left[group_id]
         left[0] -= 1
-        machine = self._costs.machine
-        self._pass_through(
-            self._front,
-            machine.buffer_group_s / self._shape.group_size,
-            lambda: self._pass_through(
-                self._desk,
-                machine.reward_episode_s,
-                lambda: self._rewards.put(scoring_ms, partial(self._episode_scored, group_id)),
-            ),
-        )
+        machine, pause_ms = self._costs.machine, 1000 * self._costs.reward.pause_s
+        scored = partial(soon, self._clock, pause_ms, partial(self._episode_scored, group_id))
+        score = partial(self._rewards.put, scoring_ms, scored)
+        claimed = partial(self._desk.put, 1000 * machine.reward_episode_s, score)
+        self._front.put(1000 * machine.buffer_group_s / self._shape.group_size, claimed)
         if not left[0]:
             self.job.generated(group_id)
         else:
             self.job.lease(worker)
-
-    def _pass_through(self, queue: Queue, seconds: float, done: Callable[[], object]) -> None:
-        if seconds:
-            queue.put(1000 * seconds, done)
-        else:
-            done()
 
     def _episode_scored(self, group_id: str) -> None:
         self._left[group_id][1] -= 1
@@ -264,7 +279,13 @@ class MeasuredWorld:
             self._clock.demand(-extra)
             self.job.trained()
 
-        self._clock.after(1000 * costs.batch_s, lambda: self._clock.compute(1000 * seconds, done))
+        fetched = partial(self._clock.compute, 1000 * seconds, done)
+        self._front.put(self._batch_ms(len(group_ids)), fetched)
+
+    def _batch_ms(self, groups: int, batches: int = 1) -> float:
+        costs = self._costs.trainer
+        episodes = groups * self._shape.group_size
+        return 1000 * (batches * costs.batch_s + episodes * costs.batch_episode_s)
 
     def publish_ms(self) -> tuple[float, float]:
         costs = self._costs.publication

@@ -29,7 +29,9 @@ from replay_buffer.simulation.costs import (
 )
 
 TERMS = 4  # Terms of `with_pass` in rollout_service/engines/local/engine.py
-NO_WAIT = 0.1  # Quantile of the waits for a batch that is used as the wait for an available batch
+SHORT = 0.25  # Largest idle share of a trainer whose waits are taken for waits for available batches
+OF_TRAINER = 0.5  # Share of the wait for a batch in which the trainer computes; in the rest, the buffer does
+REWARD_PAUSE_S = 0.0225  # Half of CLAIM_PAUSE_S, and SEND_PAUSE_S, of reward_service/server.py
 ROUNDED = 4  # Digits
 Record = Mapping[str, Any]
 
@@ -111,13 +113,11 @@ def measured(runs: Sequence[Run]) -> Costs:
     scoring_s = _sum_of(windows, "reward", "calls")[1] / episodes
     desk_s = sum(window.used("reward", "cpu_s") for window in windows) / episodes - scoring_s
     step_s, unit_s = _trainer(windows, shared=shared)
+    batch_s, batch_episode_s = _batch(windows)
+    buffer_s = sum(w.used("buffer", "cpu_s") - (1 - OF_TRAINER) * _wait_s(w) * w.steps_done for w in windows)
     seconds = sum(window.seconds for window in windows)
-    updates, updates_s = _sum_of(windows, "rollout", "updates")
-    fetches, fetches_s = _sum_of(windows, "rollout", "fetches")
-    waits = [record["wait_s"] for window in windows for record in window.steps]
     dropped = sum(w.counted("dropped:verdict") + w.counted("dropped:filter") for w in windows)
     made = dropped + sum(window.counted("trained") for window in windows)
-    publish_s = newest.mean("publish_s")
     return Costs(
         prompt_tokens=Spread(
             mean=_rounded((newest.mean("units") - newest.mean("tokens")) / newest.mean("episodes"))
@@ -134,21 +134,19 @@ def measured(runs: Sequence[Run]) -> Costs:
         trainer=TrainerCosts(
             step_s=_rounded(step_s),
             token_s=_rounded(unit_s),
-            batch_s=_rounded(float(np.quantile(waits, NO_WAIT))),
+            batch_s=_rounded(batch_s),
+            batch_episode_s=_rounded(batch_episode_s),
             ranks=newest.job.trainer.ranks,
         ),
         reward=RewardCosts(
-            episode_s=Spread(mean=_rounded(scoring_s)), dropped_share=dropped / made if dropped else 0.0
+            episode_s=Spread(mean=_rounded(scoring_s)),
+            dropped_share=dropped / made if dropped else 0.0,
+            pause_s=REWARD_PAUSE_S,
         ),
-        publication=PublicationCosts(
-            publish_s=0.0 if shared else _rounded(publish_s),
-            publication_s=_rounded(max(0.0, newest.mean("publication_s") - publish_s)),
-            fetch_s=_rounded(fetches_s / fetches) if fetches else 0.0,
-            pause_s=_rounded(updates_s / updates) if updates else 0.0,
-        ),
+        publication=_publication(windows, shared=shared),
         machine=MachineCosts(
             cores=float(newest.cores),
-            buffer_group_s=_rounded(sum(w.used("buffer", "cpu_s") for w in windows) / groups),
+            buffer_group_s=_rounded(max(0.0, buffer_s / groups)),
             reward_episode_s=_rounded(max(0.0, desk_s)),
             others=_rounded(sum(w.used("supervisor", "cpu_s") for w in windows) / seconds),
             threads=first_threads(newest.job.trainer.torch_threads),
@@ -179,6 +177,18 @@ def _engine(windows: Sequence[Window]) -> tuple[float, float, float, float, floa
     return a, b, c, d, float(by_seconds[0])
 
 
+def _publication(windows: Sequence[Window], *, shared: bool) -> PublicationCosts:
+    updates, updates_s = _sum_of(windows, "rollout", "updates")
+    fetches, fetches_s = _sum_of(windows, "rollout", "fetches")
+    publish_s = windows[-1].mean("publish_s")
+    return PublicationCosts(
+        publish_s=0.0 if shared else _rounded(publish_s),
+        publication_s=_rounded(max(0.0, windows[-1].mean("publication_s") - publish_s)),
+        fetch_s=_rounded(fetches_s / fetches) if fetches else 0.0,
+        pause_s=_rounded(updates_s / updates) if updates else 0.0,
+    )
+
+
 def _trainer(windows: Sequence[Window], *, shared: bool) -> tuple[float, float]:
     """Return the constant seconds of a step, and the seconds per token. If all batches had the same size, the
     two cannot be separated, and all time counts as tokens."""
@@ -186,15 +196,34 @@ def _trainer(windows: Sequence[Window], *, shared: bool) -> tuple[float, float]:
     for window in windows:
         threads = first_threads(window.job.trainer.torch_threads)
         spent_s = (
-            window.used("trainer", "cpu_s") / window.steps_done / threads if shared else window.mean("busy_s")
+            window.used("trainer", "cpu_s") / window.steps_done / threads - OF_TRAINER * _wait_s(window)
+            if shared
+            else window.mean("busy_s")
         )
         points.append((window.mean("units"), spent_s))
-    units = np.array([each for each, _ in points])
-    if units.max() < 1.2 * units.min():
-        return 0.0, float(sum(spent for _, spent in points) / units.sum())
-    rows = np.stack([np.ones(len(points)), units], 1)
-    step_s, unit_s = _least_squares(rows.T @ rows, rows.T @ np.array([spent for _, spent in points]))
-    return step_s, unit_s
+    return _line(points)
+
+
+def _batch(windows: Sequence[Window]) -> tuple[float, float]:
+    """Return the constant seconds of the wait for an available batch, and the seconds per episode."""
+    return _line([(window.mean("episodes"), _wait_s(window)) for window in windows])
+
+
+def _wait_s(window: Window) -> float:
+    """Return the seconds of the wait for an available batch. If the trainer is often idle, most waits are for
+    generation, and only the shortest ones are used."""
+    mean_s, waits = window.mean("wait_s"), [record["wait_s"] for record in window.steps]
+    return mean_s if mean_s < SHORT * window.mean("step_s") else float(np.quantile(waits, 0.1))
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the constant seconds and the seconds per unit of size of (size, seconds) points."""
+    sizes = np.array([size for size, _ in points])
+    if sizes.max() < 1.2 * sizes.min():
+        return 0.0, float(sum(spent for _, spent in points) / sizes.sum())
+    rows = np.stack([np.ones(len(points)), sizes], 1)
+    constant_s, each_s = _least_squares(rows.T @ rows, rows.T @ np.array([spent for _, spent in points]))
+    return constant_s, each_s
 
 
 def _least_squares(products: np.ndarray, by_value: np.ndarray) -> list[float]:

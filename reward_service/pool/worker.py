@@ -15,6 +15,7 @@ import argparse
 import faulthandler
 import functools
 import importlib
+import inspect
 import os
 import resource
 import time
@@ -24,7 +25,6 @@ from typing import Any
 import msgspec
 
 from areal_async.base.verdicts import Failure, Verdict
-from areal_async.config.registry import function_mistakes
 from reward_service.checking import as_verdict, as_verdicts, clip, describe
 from reward_service.pool.protocol import (
     MAX_REPORT_BYTES,
@@ -132,8 +132,12 @@ def load(order: LoadReward) -> LoadedReward:
     if order.scope != "group" and mark.scope == "group":
         told = f"the reward {order.name!r} judges whole groups"
         raise RewardLoadError(f"{told}. Set the scope (beside its name) to group.")
-    if mistake := next(function_mistakes(order.name, function, order.args, "reward.args"), None):
-        raise RewardLoadError(str(mistake))
+    if order.args or len(inspect.signature(function).parameters) > 1:
+        # Imported here, because pydantic takes half of the start of a process.
+        from areal_async.config.registry import function_mistakes
+
+        if mistake := next(function_mistakes(order.name, function, order.args, "reward.args"), None):
+            raise RewardLoadError(str(mistake))
     if (preload := getattr(function, "preload", None)) is not None:
         preload(**order.args)
     return LoadedReward(functools.partial(function, **order.args) if order.args else function, mark)

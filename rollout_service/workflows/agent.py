@@ -29,7 +29,7 @@ from areal_async.base.addresses import LOOPBACK
 from areal_async.base.errors import ArealError, InfrastructureFault
 from areal_async.base.records import Task
 from areal_async.config.base import Section
-from areal_async.config.registry import run_user_file
+from areal_async.config.user_file import run_user_file
 from rollout_service.workflows.context import Context, WorkflowResources
 
 if TYPE_CHECKING:

@@ -71,3 +71,20 @@ def test_it_starts_without_torch(process):
 def test_a_heavy_import_is_shown_with_its_chain():
     found = heavy_imports(["trainer_service.publishing.writing"])
     assert found["torch._C"][0].startswith("trainer_service.publishing.writing:")
+
+
+LOADED = """
+import sys
+from reward_service.pool.protocol import LoadReward
+from reward_service.pool.worker import load
+load(LoadReward(1, sys.argv[1] + ":length", {}, "episode", None))
+print("pydantic" in sys.modules)
+"""
+
+
+def test_a_scoring_process_loads_a_reward_without_arguments_without_pydantic(tmp_path):
+    """Pydantic takes half of such a process's start, and a killed reward service waits for this start."""
+    file = tmp_path / "own.py"
+    file.write_text("from reward_service.sdk import reward\n\n@reward\ndef length(given):\n    return 1.0\n")
+    done = subprocess.run([sys.executable, "-c", LOADED, file], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -21,15 +21,16 @@ from replay_buffer.simulation.advice import advise
 from replay_buffer.simulation.clock import Clock
 from replay_buffer.simulation.costs import Costs, EngineCosts, Spread
 from replay_buffer.simulation.engine import SimulatedAnswer, SimulatedEngine
-from replay_buffer.simulation.world import MeasuredWorld, Shape, predicted
+from replay_buffer.simulation.world import BEGUN, HELD, MeasuredWorld, Shape, predicted
 from replay_buffer.tools import advise as advise_tool
 from replay_buffer.tools import simulate
-from replay_buffer.tools.measured import measured
+from replay_buffer.tools.measured import OF_TRAINER, REWARD_PAUSE_S, measured
+from reward_service import server
 
 GROUP, BATCH, TOKENS, PASS_S = 4, 8, 100, 0.01
 
 
-def costs(*, train_s=0.32, answers=None, engine=None, **sections):
+def costs(*, train_s=0.32, answers=None, engine=None, trainer=None, **sections):
     """Of a job whose engine makes a batch that it runs whole in a second."""
     units = GROUP * BATCH * TOKENS
     return Costs.model_validate(
@@ -37,7 +38,7 @@ def costs(*, train_s=0.32, answers=None, engine=None, **sections):
             "prompt_tokens": {"mean": 0},
             "answer_tokens": answers or {"mean": TOKENS},
             "engine": {"pass_s": PASS_S, "request_s": 0} | (engine or {}),
-            "trainer": {"token_s": train_s / units},
+            "trainer": {"token_s": train_s / units} | (trainer or {}),
             **sections,
         }
     )
@@ -125,6 +126,17 @@ def test_an_engine_answers_each_request_once_and_in_the_order_of_their_ends():
     assert [at for _, at in seen] == pytest.approx([19, 23, 39]), "the prompt gives one token"
     assert engine.load == 0
     assert engine.busy_ms == pytest.approx(39)
+
+
+def test_work_of_the_event_loop_interrupts_a_busy_engine_of_its_process():
+    clock, seen = Clock(cores=1), []
+    engine = SimulatedEngine(clock, EngineCosts(pass_s=0.001, request_s=0.0), 1)
+    assert not engine.interrupt(1.0), "an idle engine does not compute"
+    engine.submit([SimulatedAnswer(10, 0, lambda: seen.append(clock.now_ms))], shared_prompt=0)
+    clock.after(5, lambda: seen.append(engine.interrupt(0.003)))
+    while clock.tick():
+        pass
+    assert seen == [True, pytest.approx(13)]
 
 
 def test_prompts_that_come_while_the_engine_is_busy_are_computed_in_one_pass():
@@ -262,13 +274,55 @@ def test_costs_are_found_in_what_a_run_has_recorded(tmp_path, job):
     assert (engine.pass_s, engine.request_s) == pytest.approx((0.004, 3e-5))
     assert (engine.prefill_s, engine.prompt_token_s) == pytest.approx((0.002, 1e-4))
     assert engine.episode_s == pytest.approx(0.002, rel=0.01)
-    assert found.trainer.token_s == pytest.approx(0.3 / 288, rel=0.01)
-    assert found.machine.buffer_group_s == pytest.approx(0.001 * job.rollout.group_size)
+    half_wait_s = OF_TRAINER * 0.01
+    assert found.trainer.token_s == pytest.approx((0.3 - half_wait_s) / 288, rel=0.01)
+    buffer_s = 0.064 - 2 * half_wait_s
+    assert found.machine.buffer_group_s == pytest.approx(buffer_s / 64 * job.rollout.group_size)
     assert found.reward.episode_s.mean == pytest.approx(0.001)
     assert found.machine.reward_episode_s == pytest.approx(0.002)
     assert found.prompt_tokens.mean == pytest.approx(6)
     assert found.answer_tokens.expected() == pytest.approx(3, rel=0.02)
     assert found.publication.publication_s == pytest.approx(0.01)
+
+
+def test_the_wait_for_a_batch_is_found_as_a_constant_and_a_part_for_each_episode(tmp_path, job):
+    runs = []
+    for episodes, wait_s in ((16, 0.03), (64, 0.078)):
+        run = measured_run(tmp_path / str(episodes), job)
+        metrics = run.folder / "metrics.jsonl"
+        metrics.write_text(
+            metrics.read_text()
+            .replace('"wait_s": 0.01', f'"wait_s": {wait_s}')
+            .replace('"episodes": 32', f'"episodes": {episodes}')
+        )
+        runs.append(run)
+    found = measured(runs).trainer
+    assert (found.batch_s, found.batch_episode_s) == pytest.approx((0.014, 0.001))
+
+
+def test_the_pause_of_a_reward_is_that_of_the_reward_service():
+    assert REWARD_PAUSE_S == server.CLAIM_PAUSE_S / 2 + server.SEND_PAUSE_S
+
+
+def test_a_batch_and_a_verdict_take_the_time_that_the_costs_give_them():
+    """At η = 0 the trainer waits for each of them once in every step."""
+    plain = predicted(rules(0), Shape(GROUP), costs(), steps=10).step_s
+    batch = predicted(
+        rules(0), Shape(GROUP), costs(trainer={"batch_s": 0.1, "batch_episode_s": 0.01}), steps=10
+    )
+    pause = predicted(rules(0), Shape(GROUP), costs(reward={"pause_s": 0.2}), steps=10)
+    assert batch.step_s - plain == pytest.approx(0.1 + 0.01 * GROUP * BATCH)
+    assert pause.step_s - plain == pytest.approx(0.2)
+
+
+def test_the_event_loop_of_a_worker_takes_the_time_of_its_engine():
+    """Both share an interpreter, so more cores help only with a part. No engine computes after the last
+    token."""
+    machine = {"cores": 8}
+    slow = predicted(rules(0), Shape(GROUP), costs(machine=machine, engine={"episode_s": 0.01}), steps=10)
+    fast = predicted(rules(0), Shape(GROUP), costs(machine=machine), steps=10)
+    held = BEGUN * HELD + 1 - BEGUN
+    assert slow.step_s - fast.step_s == pytest.approx(held * 0.01 * GROUP * BATCH, rel=0.05)
 
 
 def test_a_run_that_has_recorded_too_little_says_so(tmp_path, job):
