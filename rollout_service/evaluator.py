@@ -398,11 +398,7 @@ async def follow(
 
 
 async def _evaluate_one(
-    source: Receiver,
-    evaluator: Evaluator,
-    tasks: Sequence[Task],
-    run_log: RunRecords,
-    notice: SnapshotNotice,
+    source: Receiver, evaluator: Evaluator, tasks: Sequence[Task], run_log: RunRecords, notice: SnapshotNotice
 ) -> None:
     began_s = time.monotonic()
     try:

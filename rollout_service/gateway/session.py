@@ -33,14 +33,7 @@ from areal_async.rpc.gateway_messages import (
 from areal_async.trajectory import Sampling
 from rollout_service.gateway.conversation import CallPlan, ConversationTree
 from rollout_service.gateway.openai import ChatCall
-from rollout_service.gateway.requests import (
-    ENDED,
-    ApiError,
-    Ids,
-    SampledChoice,
-    bad,
-    unsupported,
-)
+from rollout_service.gateway.requests import ENDED, ApiError, Ids, SampledChoice, bad, unsupported
 from rollout_service.gateway.template import canonical
 from rollout_service.gateway.toolcalls import ParsedCall, aside, parse
 from rollout_service.workflows.turns import SampledText

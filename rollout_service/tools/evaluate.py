@@ -27,12 +27,7 @@ from areal_async.service.context import ServiceContext, settle
 from areal_async.show.progress import progress
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
-from rollout_service.evaluator import (
-    Evaluation,
-    Evaluator,
-    lone_engine,
-    prepare_evaluation,
-)
+from rollout_service.evaluator import Evaluation, Evaluator, lone_engine, prepare_evaluation
 from rollout_service.process import make_gateway, make_renderers
 from rollout_service.tools.serving import ModelFolder, lone_evaluator, target_of
 from rollout_service.workflows import workflow_of

@@ -286,9 +286,7 @@ class Context:
             result.versions,
             parent=parent,
             call=Call(
-                sampling=request.sampling,
-                finish_reason=result.finish_reason,
-                logprobs_of=result.logprobs_of,
+                sampling=request.sampling, finish_reason=result.finish_reason, logprobs_of=result.logprobs_of
             ),
             epoch=result.epochs,
             agent=agent,

@@ -40,14 +40,7 @@ from areal_async.models.files import Mixture
 from areal_async.models.tokenizer import load_tokenizer
 from areal_async.service.context import ServiceContext
 from areal_async.trajectory import Sampling
-from rollout_service.engines.base import (
-    EngineError,
-    GenerateRequest,
-    GenerateResult,
-    Tell,
-    UpdateMode,
-    trim,
-)
+from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult, Tell, UpdateMode, trim
 from rollout_service.engines.devices import own_gpus
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.keyed import VARIABLE as KEY_VARIABLE

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ _LOADING = threading.Lock()
 """transformers patches torch's globals during a load, so the engines of a process load one at a time."""
 
 PACKED_BYTES = 1 << 20
-"""Least size of a linear layer's weights for which `PackedLinear` pays. Smaller layers stay in the cache."""
+"""Least size of the weights of a linear layer that is packed. Smaller layers stay in the cache."""
 PASS_ROWS = 16
 """Rows of a decode pass for which weights are packed."""
 
@@ -36,33 +37,16 @@ CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """Largest allowed difference of a logit between the engine's passes and the model's own forward pass."""
 
 
-class PackedLinear:
-    """A linear layer in fp32 on a CPU, with its weights in the order in which oneDNN reads them.
+def _can_be_packed(layer: nn.Module) -> bool:
+    """Return whether `LocalModel` can pack the weights of a layer, and gains by it."""
+    if type(layer) is not nn.Linear or not torch.backends.mkldnn.is_available():
+        return False
+    in_fp32 = layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
+    return in_fp32 and layer.weight.nbytes >= PACKED_BYTES
 
-    A decode pass multiplies few rows with all weights, and its time is that of reading them. In a file's
-    order they are read at half of the memory's bandwidth, and two threads read hardly faster than one."""
 
-    def __init__(self, layer: nn.Linear) -> None:
-        self._layer = layer
-        self._packed = layer.weight
-        layer.forward = self.__call__  # type: ignore[method-assign]
-
-    @staticmethod
-    def suits(layer: nn.Module) -> bool:
-        """Return whether packing is possible and pays."""
-        if type(layer) is not nn.Linear or not torch.backends.mkldnn.is_available():
-            return False
-        weight = layer.weight
-        in_fp32 = weight.device.type == "cpu" and weight.dtype == torch.float32
-        return in_fp32 and weight.nbytes >= PACKED_BYTES
-
-    def pack(self) -> None:
-        """Copy the layer's present weights. Call this after each change of them."""
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self._layer.weight.data, PASS_ROWS)
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        multiply = torch.ops.mkldnn._linear_pointwise
-        return cast(Tensor, multiply(rows, self._packed, self._layer.bias, "none", [], ""))
+def _multiply(packed: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
+    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], ""))
 
 
 class LocalModel:
@@ -103,12 +87,16 @@ class LocalModel:
         self._shapes: Mapping[str, tuple[int, ...]] = {}
         self._storage: Mapping[str, Storage] = {}  # Memory for snapshots with tensors of these shapes
         self._parking = ParkingPlace()
-        self._packed = [PackedLinear(layer) for layer in self.model.modules() if PackedLinear.suits(layer)]
-        self._pack()
+        self._packed = [layer for layer in self.model.modules() if _can_be_packed(layer)]
 
     def _pack(self) -> None:
+        """Copy the weights of large layers into the order in which oneDNN reads them.
+
+        A decode pass multiplies few rows with all weights, and its time is that of reading them. In a file's
+        order they are read at half of the memory's bandwidth, and two threads read hardly faster than one."""
         for layer in self._packed:
-            layer.pack()
+            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.data, PASS_ROWS)
+            layer.forward = partial(_multiply, packed, layer.bias)
 
     def hidden(self, ids_BT: Tensor, position_BT: Tensor, slots: Slots) -> Tensor:
         """Return the last hidden states `[B, T, E]` of a pass that reads and writes the cache through

@@ -26,13 +26,7 @@ from areal_async.base.versions import VersionTag
 from areal_async.config.engines import flag_name
 from areal_async.models.files import is_mixture
 from areal_async.trajectory import Sampling
-from rollout_service.engines.base import (
-    EngineError,
-    GenerateRequest,
-    GenerateResult,
-    RequestError,
-    Tell,
-)
+from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult, RequestError, Tell
 from rollout_service.engines.http.adapter import (
     Directory,
     Flag,
