@@ -36,7 +36,8 @@ class Member:
     """An engine's side, as a server has it."""
 
     def __init__(self, name: str = "rollout-0/0", ranks: int = 1, limit_s: float = LIMIT_S) -> None:
-        """`limit_s`: the longest that it waits for the others, in a broadcast too."""
+        """`limit_s` is the longest wait for the others in a broadcast. Processes that still start may join
+        later than that."""
         self.name, self.ranks, self.limit_s = name, ranks, limit_s
         self.group = ""
         self.tag = VersionTag("policy", 0, 0)
@@ -50,7 +51,7 @@ class Member:
         """Raises `RuntimeError`."""
 
         def member(rank: int) -> Any:
-            limit = timedelta(seconds=self.limit_s)
+            limit = timedelta(seconds=LIMIT_S)
             store: dist.Store = dist.TCPStore(plan.host, plan.port, plan.world_size, False, timeout=limit)
             for prefix in (plan.group, f"{plan.group}/", "cpu/"):
                 store = dist.PrefixStore(prefix, store)
@@ -64,7 +65,7 @@ class Member:
         """One bucket, as SGLang's `flattened_bucket` takes it: an item must begin at a multiple of its
         size."""
         bucket, how = plan.buckets[number], dist.BroadcastOptions()
-        how.rootRank = 0
+        how.rootRank, how.timeout = 0, timedelta(seconds=self.limit_s)
         dtypes = [getattr(torch, name) for name in bucket.dtypes]
         sizes = [
             torch.Size(shape).numel() * d.itemsize for d, shape in zip(dtypes, bucket.shapes, strict=True)
