@@ -117,9 +117,9 @@ class Run:
     trained_steps: int = 0
     """With those that were done again."""
     wait_share: float = 0.0
-    """Of the wall time, the trainer's waiting for batches."""
+    """Share of the wall time in which the trainer waits for batches."""
     computing_share: float = 0.0
-    """Of the wall time, the trainer's computing of steps that count."""
+    """Share of the wall time in which the trainer computes steps that count."""
     kills: list[Kill] = field(default_factory=list)
     max_staleness: int = 0
     episodes_dropped: int = 0

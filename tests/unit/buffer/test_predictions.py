@@ -305,7 +305,7 @@ def test_the_pause_of_a_reward_is_that_of_the_reward_service():
 
 
 def test_a_batch_and_a_verdict_take_the_time_that_the_costs_give_them():
-    """At η = 0 the trainer waits for each of them once in every step."""
+    """The trainer waits for each of them once in every step if η is 0."""
     plain = predicted(rules(0), Shape(GROUP), costs(), steps=10).step_s
     batch = predicted(
         rules(0), Shape(GROUP), costs(trainer={"batch_s": 0.1, "batch_episode_s": 0.01}), steps=10
