@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -136,8 +136,9 @@ class RunningJob:
 
         def runs() -> bool:
             if name == "redis":
-                children = self.service("buffer").children(recursive=True)
-                found.extend(child for child in children if child.name().endswith("-server"))
+                with suppress(psutil.NoSuchProcess):
+                    children = self.service("buffer").children(recursive=True)
+                    found.extend(child for child in children if child.name().endswith("-server"))
             else:
                 found.extend(one for one in processes_of(self.record["run_id"]) if name in words_of(one))
             return bool(found)

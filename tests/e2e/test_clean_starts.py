@@ -10,6 +10,7 @@ import pytest
 
 from areal_async.service.fork_server import MODULE
 from tests.forks import CLEAN_VARIABLE
+from tests.processes import words_of
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +30,7 @@ def test_services_are_forks_that_are_started_again_also_if_the_fork_server_is_ki
         assert {process.ppid() for process in services.values()} == {supervisor.pid}
         assert not any(map(loads_torch, (supervisor, services["buffer"], services["reward"])))
         for name in ("trainer", "buffer", "reward"):
-            (server,) = (each for each in supervisor.children() if MODULE in each.cmdline())
+            (server,) = (each for each in supervisor.children() if MODULE in words_of(each))
             if name == "buffer":
                 server.kill()
             services[name].send_signal(signal.SIGKILL)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -23,7 +22,7 @@ from areal_async.cluster.daemon import start_controller
 from areal_async.cluster.folder import ClusterFolder, ClusterFolderError, hash_of
 from areal_async.cluster.resources import Resources
 from areal_async.cluster.store import JobStore, StoredJob
-from tests.processes import is_gone
+from tests.processes import is_gone, words_of
 from tests.waiting import LIMIT_S, wait_for
 
 
@@ -71,17 +70,11 @@ def test_commands_without_a_controller_say_how_to_get_one(cluster, job_file, tmp
     assert not cluster.path.exists()  # nothing was begun
 
 
-def cmdline(process):
-    with suppress(psutil.Error):
-        return process.cmdline()
-    return []
-
-
 def test_of_several_that_come_up_at_once_one_is_the_controller_and_nobody_waits_for_its_end(cluster):
     with ThreadPoolExecutor(3) as threads:
         (url,) = set(threads.map(lambda _: start_controller(cluster), range(3)))
     assert url == start_controller(cluster) == json.loads(call("up", "--json").stdout)["url"]
-    here = [process for process in psutil.process_iter() if str(cluster.path) in cmdline(process)]
+    here = [process for process in psutil.process_iter() if str(cluster.path) in words_of(process)]
     owner = cluster.controller()
     assert [process.pid for process in here] == [owner.pid]
     os.kill(owner.pid, signal.SIGTERM)
