@@ -90,21 +90,20 @@ def cannot_be_packed(config: Mapping[str, Any]) -> str:
     """Return the reason why the trainer refuses a model with this config.json, or "" if there is none. This
     check finds common reasons without torch; the trainer's probe of the model decides."""
     text = _text(config)
-    kinds = _layer_kinds(text)
-    if states := sorted(kind for kind in kinds if _STATE_LAYER.search(kind)):
-        listed = ", ".join(states)
-        return f"has layers of kind {listed}, whose state would go on from one packed row into the next"
-    for field, what in _ATTENTION.items():
-        if text.get(field):
-            return f"{what} ({field}: {text[field]}), which packed attention does not compute"
+    if chunk := text.get("attention_chunk_size"):
+        return f"attends in chunks (attention_chunk_size: {chunk}), which packed attention does not compute"
+    return ""
+
+
+def carries_state(config: Mapping[str, Any]) -> str:
+    """Return why the trainer must not pack the rows of a model with this config.json one after the other, or
+    "" if there is no such reason."""
+    if states := sorted(kind for kind in _layer_kinds(_text(config)) if _STATE_LAYER.search(kind)):
+        return f"has layers of kind {', '.join(states)}, whose state goes on from token to token"
     return ""
 
 
 _STATE_LAYER = re.compile("linear|mamba|ssm|conv|recurrent|rwkv|delta|retention|hybrid|lightning")
-_ATTENTION = {
-    "attn_logit_softcapping": "caps the logits of its attention",
-    "attention_chunk_size": "attends in chunks",
-}
 
 
 ALWAYS_KNOWN = frozenset({"position_ids", "position_embeddings", "cache_position"})

@@ -140,6 +140,11 @@ class TrainingBackend(Protocol):
     def place(self) -> RankPlace: ...
 
     @property
+    def side_by_side(self) -> bool:
+        """Whether one of the models computes the rows of a micro-batch side by side, each filled up to the
+        longest (`plan_passes`)."""
+
+    @property
     def updates(self) -> Mapping[str, int]:
         """Number of changes of each model so far, including those before a checkpoint. A change is an
         optimizer update or a call of `follow`."""

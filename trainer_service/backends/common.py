@@ -181,6 +181,8 @@ class NamedModels(Generic[M]):
     _ranks: Ranks
     _copies: HostCopies
 
+    side_by_side = False
+
     @property
     def updates(self) -> dict[str, int]:
         return {name: model.updates for name, model in self._models.items() if model.changes}

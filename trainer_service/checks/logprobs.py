@@ -161,7 +161,7 @@ def compare(
 ) -> ComparedUnits:
     """Recompute the log-probs of the rows' units in passes of at most `budget` tokens. All ranks call it, and
     each gets the units of all ranks."""
-    passes = plan_passes(rows, ranks, budget)
+    passes = plan_passes(rows, ranks, budget, side_by_side=backend.side_by_side)
     batches = [build_micro_batch(chosen, device=ranks.device) for chosen in passes]
     found = [np.zeros((5, 0))]
 

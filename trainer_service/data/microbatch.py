@@ -27,7 +27,16 @@ from torch import Tensor
 
 from areal_async.trajectory.routes import no_route
 from trainer_service.data.flops import TOKENS_ALONE, RowCost
-from trainer_service.data.prefixes import Branching, Runs, Tree, branching_of, places_of, plant, runs_of
+from trainer_service.data.prefixes import (
+    Branching,
+    Runs,
+    Tree,
+    branching_of,
+    places_of,
+    plant,
+    rows_of,
+    runs_of,
+)
 from trainer_service.data.ragged import Ragged, ragged_of
 from trainer_service.data.rows import TrainingRow, joined
 from trainer_service.errors import BatchError
@@ -84,6 +93,12 @@ class MicroBatch:
         """Structure for a single attention call."""
         return ragged_of(self.position, self.input_ids.device)
 
+    @cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Complete rows, for a model that computes them side by side (`prefixes.rows_of`)."""
+        places, back = (torch.from_numpy(each).to(self.input_ids.device) for each in rows_of(self.position))
+        return places, back
+
     def padded(self, n_tokens: int) -> MicroBatch:
         """Return the micro-batch with `n_tokens` tokens. Those that it lacks are a last row without units."""
         lacking = n_tokens - self.n_tokens
@@ -110,16 +125,22 @@ def plan_passes(
     cost: RowCost = TOKENS_ALONE,
     *,
     groups: NDArray[np.int64] | None = None,
+    side_by_side: bool = False,
 ) -> list[list[TrainingRow]]:
     """Distribute this rank's rows over forward passes of at most `budget` tokens. All ranks call it.
 
     All ranks have the same number of passes, at least one, with similar `cost`. On several ranks, the budget
     is at least the longest row of any rank. If `groups` i64 [E] has the group of each episode of the batch,
-    rows of a group share their prefix."""
+    rows of a group share their prefix. With `side_by_side` they do not, and each row counts as the longest of
+    its pass."""
     longest = max((row.packed_length for row in rows), default=0)
     if ranks.world > 1:
         # A longer row gets its own pass, and others wait for it: let their passes be as large.
         budget = ranks.largest(max(budget, longest))
+    if side_by_side:
+        filled = pack_side_by_side([row.packed_length for row in rows], budget) or [[]]
+        lacking = ranks.largest(len(filled)) - len(filled) if ranks.world > 1 else 0
+        return [[rows[i] for i in chosen] for chosen in (*filled, *([] for _ in range(lacking)))]
     trees = [Tree.of(row) for row in rows] if groups is None else plant(rows, groups, budget, cost)
     rooms = [tree.room for tree in trees]
     plan = pack(rooms, budget) or [[]]
@@ -305,4 +326,18 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
             bins[where].append(index)
         if left > 0:
             insort(free, (left, where))
+    return bins
+
+
+def pack_side_by_side(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Return the row indices of each micro-batch whose rows are filled up to its longest.
+
+    A micro-batch has at most `budget` tokens with what fills the rows up, or one row. Rows are assigned in
+    descending order of length, so that little is filled up."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    bins: list[list[int]] = []
+    while order:
+        fitting = max(1, budget // lengths[order[0]])
+        bins.append(order[:fitting])
+        order = order[fitting:]
     return bins

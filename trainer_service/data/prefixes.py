@@ -283,3 +283,22 @@ def runs_of(lengths: Sequence[int]) -> Runs:
     if any(length < 1 for length in lengths):
         raise ValueError("a packed sequence holds at least one token")
     return [(sum(1 for _ in same), length) for length, same in groupby(lengths)]
+
+
+def rows_of(position: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the complete rows of a pack whose tokens have these positions [T] within their rows.
+
+    The first array is i64 [B, L]: the place in the pack of each token of a row. The last token of a row fills
+    it up to the longest. The second array is i64 [T]: the index of each token of the pack in the flattened
+    rows."""
+    starts = np.flatnonzero(np.diff(position, prepend=-2) != 1)
+    ends = np.append(starts[1:], len(position))
+    longest = int(position.max()) + 1
+    places = np.empty((len(starts), longest), np.int64)
+    back = position + np.repeat(np.arange(len(starts)) * longest, ends - starts)
+    for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        shared, length = position[start], position[end - 1] + 1
+        places[number, :shared] = places[number - 1, :shared]
+        places[number, shared:length] = np.arange(start, end)
+        places[number, length:] = end - 1
+    return places, back

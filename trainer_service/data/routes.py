@@ -20,11 +20,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from areal_async.base.log import get_logger
 from areal_async.config.job import JobConfig
 from areal_async.config.routes import replayed_mixture
+from areal_async.models.classes import auto_class
 from areal_async.models.files import Mixture
 from areal_async.models.routers import routers_of, tried
 from trainer_service.errors import ModelError
@@ -105,8 +106,9 @@ def mixture_to_replay(job: JobConfig) -> Mixture | None:
 
 @cache
 def _has_rules(folder: Path, *, must: bool) -> bool:
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+        model = auto_class(config).from_config(config)
     try:
         rules_of(model)
     except ModelError as error:

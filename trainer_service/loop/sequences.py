@@ -146,7 +146,14 @@ class SequenceTrainer:
         dealt = deal_rows(costs, place.data_ranks, groups.tolist())
         mine = dealt[place.data_rank] if place.reads else {}
         chosen = [structs.replace(rows[index], episode=index) for index in mine]
-        passes = plan_passes(chosen, self._ranks, self._budget, self._cost, groups=groups)
+        passes = plan_passes(
+            chosen,
+            self._ranks,
+            self._budget,
+            self._cost,
+            groups=groups,
+            side_by_side=self._backend.side_by_side,
+        )
         size = np.bincount(groups)
         homes = [
             np.unique(groups[[row.episode for row in part]], return_counts=True) for part in passes if part

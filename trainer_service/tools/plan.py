@@ -108,14 +108,15 @@ def tensor_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
     if _has_weights(folder):
         return {name: stored.shape for name, stored in stored_tensors(folder).items()}
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    from areal_async.models.classes import auto_class
     from areal_async.weights.names import names_in_files
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config)
+            model: Any = auto_class(config).from_config(config)
         model.tie_weights()  # early versions of transformers 5 only tie weights while loading them
         state = model.state_dict(keep_vars=True)
         first = {id(tensor): name for name, tensor in reversed(state.items())}  # the first of tied names

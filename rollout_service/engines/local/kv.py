@@ -11,13 +11,14 @@ transformers builds no mask. Shapes: B batch, H query heads, K key heads, T quer
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from areal_async.models.attention import explicit_attention
 from areal_async.models.files import unknown_arguments
 from rollout_service.engines.base import EngineError
 
@@ -72,6 +73,32 @@ class SlotKV:
                 view.index_copy_(0, target, view.index_select(0, source))
 
 
+class Scoring(NamedTuple):
+    """Scores of a layer's keys (`explicit_attention`). `window` is the number of visible positions."""
+
+    scale: float | None
+    window: int | None
+    sinks: Tensor | None = None
+    cap: float | None = None
+
+    @property
+    def explicit(self) -> bool:
+        """Whether the scores are of a kind that SDPA does not compute."""
+        return self.sinks is not None or bool(self.cap)
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Return `[B, h, Q, D]` for queries of this shape: h heads at Q places, or K key heads with the H / K
+        query heads of one place. The mask is bool, or 0 and -inf; None is causal."""
+        if not self.explicit:
+            return functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale
+            )
+        assert mask is not None
+        seen = mask if mask.dtype == torch.bool else mask == 0
+        sinks = None if self.sinks is None else self.sinks.view(query.shape[1], -1, 1)
+        return explicit_attention(query, key, value, seen, scaling=self.scale, sinks=sinks, cap=self.cap)
+
+
 class Prefill:
     """A pass over whole sequences from position 0, right-padded to T. Values after a sequence's end are
     garbage. The causal mask hides these values from the sequence, and later writes and masks hide them from
@@ -81,24 +108,19 @@ class Prefill:
         """Row `rows[i]` of the cache gets the values of sequence `source[i]` of the batch."""
         self.kv, self.rows, self.source = kv, rows, source
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
         keys, values = self.kv.layer(layer, key, value)
         length = key.shape[2]
         keys[:, :, :length].index_copy_(0, self.rows, key.index_select(0, self.source))
         values[:, :, :length].index_copy_(0, self.rows, value.index_select(0, self.source))
         mask = None
-        if window is not None and length > window:
+        if how.explicit or (how.window is not None and length > how.window):
             at = torch.arange(length, device=key.device)
-            mask = (at[None] <= at[:, None]) & (at[None] > at[:, None] - window)
+            mask = (at[None] <= at[:, None]) & (at[None] > at[:, None] - (how.window or length))
         share = query.shape[1] // key.shape[1]
         if share > 1:
             key, value = key.repeat_interleave(share, dim=1), value.repeat_interleave(share, dim=1)
-        out = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
-        )
-        return out.transpose(1, 2)
+        return how.attention(query, key, value, mask).transpose(1, 2)
 
 
 class Decode:
@@ -111,9 +133,7 @@ class Decode:
         self._flat: dict[int, Tensor] = {}
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
         keys, values = self.kv.layer(layer, key, value)
         n, heads, _, width = query.shape
         n_kv = key.shape[1]
@@ -125,13 +145,9 @@ class Decode:
         keys.view(-1, keys.shape[3]).index_copy_(0, flat, key.reshape(n * n_kv, -1))
         values.view(-1, values.shape[3]).index_copy_(0, flat, value.reshape(n * n_kv, -1))
         # The query heads that share a key head become its queries, so no key is repeated.
-        out = functional.scaled_dot_product_attention(
-            query.reshape(n, n_kv, heads // n_kv, width),
-            keys[:n, :, : self.length],
-            values[:n, :, : self.length],
-            attn_mask=self._mask(window, query.dtype),
-            scale=scale,
-        )
+        query = query.reshape(n, n_kv, heads // n_kv, width)
+        keys, values = keys[:n, :, : self.length], values[:n, :, : self.length]
+        out = how.attention(query, keys, values, self._mask(how.window, query.dtype))
         return out.reshape(n, 1, heads, -1)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -164,6 +180,8 @@ def _attention(
     sliding_window: int | None = None,
     slots: Slots | None = None,
     dropout: float = 0.0,  # 0 in inference
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention. transformers calls this function in every attention layer. Raises `EngineError` for
@@ -175,7 +193,8 @@ def _attention(
         )
     if slots is None:
         raise TypeError(f"a model loaded with attention {ATTENTION!r} is called with the argument `slots`")
-    return slots.attend(module.layer_idx, query, key, value, scaling, sliding_window), None
+    how = Scoring(scaling, sliding_window, s_aux, softcap)
+    return slots.attend(module.layer_idx, query, key, value, how), None
 
 
 AttentionInterface.register(ATTENTION, _attention)

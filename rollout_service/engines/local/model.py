@@ -11,11 +11,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from areal_async.base.log import get_logger
 from areal_async.models.accelerator import begin_on, exact_products, with_exact_rotations
 from areal_async.models.answers import end_ids
+from areal_async.models.classes import auto_class
 from areal_async.models.files import Mixture
 from areal_async.models.routers import routers_of, tried
 from areal_async.weights.names import BoxOfFile, NamesMismatch, Storage, storage_of
@@ -63,7 +64,8 @@ class LocalModel:
         try:
             # Parameters that take over a snapshot's tensors must have the same tensor type.
             with _LOADING, torch.inference_mode(mode=False):
-                model: Any = AutoModelForCausalLM.from_pretrained(
+                kind = auto_class(AutoConfig.from_pretrained(directory, local_files_only=True))
+                model: Any = kind.from_pretrained(
                     directory, dtype=self.dtype, attn_implementation=ATTENTION, local_files_only=True
                 )
                 self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)

@@ -11,6 +11,12 @@ A run of plain rows is one causal SDPA call. A run of small trees is one call wi
 one call for each branch. The keys of a branch are concatenated from the pieces to which it attends, and the
 gradients of a shared piece add up over the calls. Packing sorts trees by length, so there is one run for each
 length. Because K different lengths need at least K (K + 1) / 2 tokens, there are at most sqrt(2 T) runs.
+
+Attention sinks (gpt-oss) and capped logits (Gemma 2) are computed explicitly, because SDPA has neither. Memory
+then grows with the square of the longest row.
+
+A model with layers that carry a state from token to token gets its rows side by side ([B, L]) instead of
+packed. Its attention is one causal call.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface
 
 from areal_async.base.log import get_logger
+from areal_async.models.attention import explicit_attention
 from trainer_service.backends.fsdp.exchange import Attend
 from trainer_service.backends.fsdp.sequence import SequencePart
 from trainer_service.backends.probe import WINDOW, probe_rows, refuse_unknown
@@ -57,13 +64,15 @@ class PackedRuns:
     """Structure of each run; None if all sequences are plain rows."""
     part: SequencePart | None = None
     """This rank's part of the micro-batch that the runs describe; None if this rank has all of it."""
-    ragged: Ragged | None = None
-    """Structure for a single attention call, which replaces the runs."""
+    ragged: MicroBatch | None = None
+    """Micro-batch whose structure for a single attention call replaces the runs."""
+    side_by_side: bool = False
+    """Whether the inputs are rows side by side instead of one pack."""
 
     @classmethod
     def of(cls, batch: MicroBatch, part: SequencePart | None = None, *, ragged: bool = False) -> PackedRuns:
         if ragged:
-            return cls(part=part, ragged=batch.ragged)
+            return cls(part=part, ragged=batch)
         return cls(batch.runs, batch.branching, part)
 
 
@@ -140,13 +149,16 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each packed sequence: each token attends to the earlier tokens on its
     row.
 
     query is [1, H, T, D]; key and value are [1, H_kv, T, D], with H a multiple of H_kv. Returns [1, T, H, D]
-    and no attention weights. The model must be called with `packed_runs=…` and `use_cache=False`: with a
+    and no attention weights. `s_aux` [H] and `softcap` are the sinks and the cap of `explicit_attention`. The
+    model must be called with `packed_runs=…` and `use_cache=False`: with a
     cache, transformers treats the pack as one sequence and is silently wrong. Raises `ValueError` if the runs
     are missing or do not match the number of tokens. Raises `UnfitModel` for a mask, a window or any other
     argument that it does not support.
@@ -155,13 +167,23 @@ def packed_attention(
     window = {} if known else {"sliding_window": sliding_window}
     refuse_unknown(module, {"attention_mask": attention_mask, **window, **others})
     pack = packed_runs or PackedRuns()
+    explicit = s_aux is not None or bool(softcap)
+    if pack.ragged is not None and explicit:
+        pack = PackedRuns.of(pack.ragged, pack.part)
+    if s_aux is not None and pack.part is not None:
+        s_aux = s_aux.chunk(pack.part.ranks.size)[pack.part.ranks.index]
     attend: Attend
     if pack.ragged is not None:
         if dropout:
             raise ValueError("attention over ragged rows has no dropout")
-        attend = partial(_of_ragged, rows=pack.ragged, window=sliding_window, scaling=scaling)
+        attend = partial(_of_ragged, rows=pack.ragged.ragged, window=sliding_window, scaling=scaling)
     else:
         operator = partial(_operator, window=sliding_window, scaling=scaling, dropout=dropout)
+        if explicit:
+            how = {"scaling": scaling, "dropout": dropout, "sinks": s_aux, "cap": softcap}
+            operator = partial(_explicit, window=sliding_window, **how)
+        if pack.side_by_side:
+            return operator(query, key, value, None).transpose(1, 2), None
         attend = partial(_attention, pack=pack, operator=operator, window=sliding_window)
     if pack.part is None:
         return attend(query, key, value), None
@@ -220,6 +242,26 @@ def _operator(
         scale=scaling,
         enable_gqa=q.shape[1] != k.shape[1],
     )
+
+
+def _explicit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor | None,
+    *,
+    window: int | None,
+    sinks: Tensor | None,
+    **how: Any,
+) -> Tensor:
+    """Return the same as `_operator`. `sinks` [H] and `how` are those of `explicit_attention`."""
+    repeats = q.shape[1] // k.shape[1]
+    if seen is None:
+        seen = _band(q.shape[2], k.shape[2], window or k.shape[2], q.device)
+    if sinks is not None:
+        sinks = sinks[:, None, None]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    return explicit_attention(q, k, v, seen, sinks=sinks, **how)
 
 
 def _attention(

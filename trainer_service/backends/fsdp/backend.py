@@ -78,6 +78,7 @@ class FsdpBackend(NamedModels[HeldModel]):
             name: HeldModel(name, use, ranks, self._options, shards_count=self._shards_count, shared=shared)
             for name, use in models.items()
         }
+        self.side_by_side = any(model.side_by_side for model in self._models.values())
         policy = self._models.get(TRAINED_MODEL)
         self.tied = policy.loaded.tied if policy is not None else {}
         self.adapted = policy.loaded.adapted if policy is not None else ()

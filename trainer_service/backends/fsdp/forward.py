@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from areal_async.models.files import cannot_be_packed, most_positions
+from areal_async.base.log import get_logger
+from areal_async.models.files import cannot_be_packed, carries_state, most_positions
 from trainer_service.backends.base import Columns, ModelHead
 from trainer_service.backends.fsdp.attention import PackedRuns
 from trainer_service.backends.fsdp.loading import LoadedModel
@@ -34,6 +36,9 @@ from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 from trainer_service.data.ragged import rounded_tokens
 from trainer_service.errors import BatchError, UnfitModel
 from trainer_service.ranks import Ranks
+
+
+log = get_logger("trainer")
 
 
 def packed_columns(
@@ -80,16 +85,17 @@ def packed_columns(
 def fitted(model: Any, batch: MicroBatch, shared: SequenceRanks | None = None) -> MicroBatch:
     """Return the micro-batch with the number of tokens that a pass of the model needs: one of few numbers for
     attention over ragged rows, and a multiple of the number of ranks that share it."""
-    needed = rounded_tokens(batch.n_tokens) if model.ragged else batch.n_tokens
+    needed = rounded_tokens(batch.n_tokens) if model.ragged and not model.side_by_side else batch.n_tokens
     size = 1 if shared is None else shared.size
     return batch.padded(-(-needed // size) * size)
 
 
-def open_window(model: Any, *, ragged: bool = False) -> None:
+def open_window(model: Any, *, ragged: bool = False, side_by_side: bool = False) -> None:
     """Make `model(run)` return `run(model)` while all of the root's parameters are gathered. With `ragged`,
-    its attention is one call for all rows of a pack."""
+    its attention is one call for all rows of a pack. With `side_by_side` it gets complete rows instead of a
+    pack."""
     model.forward = lambda run: run(model)
-    model.ragged = ragged
+    model.ragged, model.side_by_side = ragged, side_by_side
     config: Any = model.config
     model.longest_row = most_positions(config.get_text_config().to_dict())
     model(lambda inside: None)
@@ -115,13 +121,14 @@ def probe_packing(
 ) -> None:
     """Call `open_window`, and raise `UnfitModel` unless packed columns equal the model's own forward pass.
 
-    All ranks call it after the weights are loaded."""
+    If they differ, or if the model has layers that carry a state from token to token, the same is tried with
+    rows side by side. All ranks call it after the weights are loaded."""
     config: Any = loaded.module.config
 
-    def probe() -> None:
-        open_window(loaded.module, ragged=ragged)
+    def probe(side_by_side: bool) -> None:
+        open_window(loaded.module, ragged=ragged, side_by_side=side_by_side)
         model, rows, names = loaded.in_fp32(ranks), probe_rows(config), PROBED[head]
-        open_window(model)
+        open_window(model, side_by_side=side_by_side)
         batch = build_micro_batch(rows, device=ranks.device)
         with torch.no_grad():
             packed = packed_columns(model, batch, names)
@@ -138,20 +145,34 @@ def probe_packing(
             fix = "Set trainer.parallel.sequence to 1"
             raise UnfitModel(f"ranks share its rows (trainer.parallel.sequence): {error}. {fix}") from error
 
-    probed(name, config, ranks, probe)
+    reason = carries_state(config.get_text_config().to_dict())
+    if not reason:
+        try:
+            return probed(name, config, ranks, partial(probe, False))
+        except UnfitModel as error:
+            if shared is not None:
+                raise
+            reason = f"cannot be packed: {error}"
+    probed(name, config, ranks, partial(probe, True))
+    log.warning("rows are computed side by side, without shared prefixes", model=name, reason=f"it {reason}")
 
 
 def _states(model: Any, batch: MicroBatch, part: SequencePart | None = None) -> Tensor:
     """Return [T, H]: the output layer's input for each token. With a `part`, return [L, H] for its tokens."""
     if model.base_model is model:
         raise UnfitModel("transformers names no module of it that gives hidden states without the logits")
-    states: Tensor = model.base_model(**_inputs(model, batch, part)).last_hidden_state[0]
-    return states
+    states: Tensor = model.base_model(**_inputs(model, batch, part)).last_hidden_state
+    return states.flatten(0, 1)[batch.rows[1]] if model.side_by_side else states[0]
 
 
 def _inputs(model: Any, batch: MicroBatch, part: SequencePart | None = None) -> dict[str, Any]:
     """Return the model's arguments. The cache must be off, because transformers would treat the pack as one
     sequence."""
+    if model.side_by_side:
+        ids = batch.input_ids[0][batch.rows[0]]
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        whole = {"input_ids": ids, "position_ids": positions}
+        return {**whole, "use_cache": False, "packed_runs": PackedRuns(side_by_side=True)}
     runs = PackedRuns.of(batch, part, ragged=model.ragged)
     own = slice(None) if part is None else part.own
     places = {"input_ids": batch.input_ids[:, own], "position_ids": batch.position_ids[:, own]}

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from areal_async.config.job import LoraSection
+from areal_async.models.classes import auto_class, freeze_other_parts
 from areal_async.weights.names import BoxOfFile, NamesMismatch, Storage, storage_of, tied_in_files
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import ModelHead
@@ -194,7 +195,7 @@ class _Plan:
 
     def plain(self, config: Any) -> Any:
         """Return the module as its files describe it."""
-        kind = AutoModelForCausalLM
+        kind = auto_class(config)
         if self.head == "value":
             kind, config.num_labels = AutoModelForSequenceClassification, 1
         try:
@@ -207,6 +208,8 @@ class _Plan:
                 "its attention is of classes of its own, which packed rows cannot use"
             ) from error
         model.tie_weights()  # early versions of transformers 5 only tie weights while loading them
+        if config.get_text_config() is not config:
+            freeze_other_parts(model)
         return model
 
     def complete(self, model: Any) -> Sequence[str]:

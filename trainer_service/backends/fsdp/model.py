@@ -95,6 +95,7 @@ class HeldModel(ChangingModel):
             self.sequence,
             ragged=takes_ragged(name, self.module.config, ranks, dtype),
         )
+        self.side_by_side: bool = self.module.side_by_side
         # The first pass of FSDP may move the local shards, so the optimizer gets them after it.
         parameters = self.module.named_parameters()
         changing = {name: each for name, each in parameters if each.requires_grad or use.follows}
@@ -136,6 +137,8 @@ class HeldModel(ChangingModel):
         if self._replay is None:
             self._replay = RouteReplay(self.module)
         routes = batch.routes
+        if self.side_by_side:
+            routes = routes[:, batch.rows[0].flatten()]
         replay = self._replay.using(routes if self.sequence is None else self.sequence.stretch(routes))
         with torch.compiler.set_stance("force_eager"), replay:
             yield

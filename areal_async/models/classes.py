@@ -1,0 +1,34 @@
+"""The class of transformers that a language model's files describe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+
+def auto_class(config: Any) -> Any:
+    """Return the auto class of transformers for a config: that of causal language models, or that of models
+    that also read images, such as `Qwen3VLForConditionalGeneration`.
+
+    If both know the kind of model, `architectures` in config.json decides."""
+    kind, named = config.model_type, config.architectures or ()
+    multimodal = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    takes_images = multimodal is not None and (causal is None or multimodal in named)
+    return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+
+
+def freeze_other_parts(model: Any) -> None:
+    """Freeze all parameters of a model outside its language model and its output layer, such as a vision
+    tower."""
+    parts: list[nn.Module] = [model.get_decoder(), model.get_output_embeddings()]
+    trained = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in trained:
+            parameter.requires_grad_(False)
