@@ -58,6 +58,8 @@ BUILT_IN = {
     "exact_match": "reward_service.verifiers.text:exact_match",
     "regex": "reward_service.verifiers.text:regex",
     "format_tags": "reward_service.verifiers.text:format_tags",
+    "iou": "reward_service.verifiers.boxes:iou",
+    "map": "reward_service.verifiers.boxes:mean_average_precision",
     "overlong": "reward_service.verifiers.text:overlong",
     "weighted": "reward_service.verifiers.composed:weighted",
     "code_stdio": "reward_service.verifiers.code_rewards:code_stdio",

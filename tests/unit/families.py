@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any
 
 from transformers import (
+    Gemma2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -57,6 +59,12 @@ _CHANGES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen3_moe": (Qwen3MoeConfig, UNTIED | EXPERTS | {"head_dim": 16}),
     "mixtral": (MixtralConfig, TIED | {"num_local_experts": 4}),
     "mistral_window": (MistralConfig, {"sliding_window": 7, "head_dim": 8}),
+    # Capped logits; sinks. Both have windows in every other layer.
+    "gemma2": (Gemma2Config, TIED | {"head_dim": 16, "attn_logit_softcapping": 1.0, "sliding_window": 6}),
+    "gpt_oss": (
+        GptOssConfig,
+        UNTIED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    ),
 }
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     name: partial(config_of, made, **changes) for name, (made, changes) in _CHANGES.items()

@@ -14,7 +14,7 @@ from tests.unit.trainer.conftest import plain_row
 from trainer_service.backends.fsdp.attention import PACKED_ATTENTION, PackedRuns
 from trainer_service.data.flops import RowCost
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch, plan_passes
-from trainer_service.data.prefixes import DENSE_TOKENS, LEAST_BRANCH
+from trainer_service.data.prefixes import DENSE_TOKENS, LEAST_BRANCH, rows_of
 from trainer_service.data.rows import TrainingRow
 from trainer_service.ranks import join_ranks
 
@@ -175,3 +175,36 @@ def test_a_mask_that_costs_more_than_it_saves_is_not_used(ranks):
     assert [batch.shared_tokens for batch in dear] == [0]
     cheap = passes_of(rows, ranks, np.zeros(8, int), cost=RowCost(linear=10**6, attention=10, head=1))
     assert [batch.shared_tokens for batch in cheap] == [7]
+
+
+def test_complete_rows_of_a_pack_with_shared_prefixes():
+    positions = np.array([0, 1, 2, 3, 2, 3, 4, 1, 0, 1])
+    places, back = rows_of(positions)
+    wanted = [[0, 1, 2, 3, 3], [0, 1, 4, 5, 6], [0, 7, 7, 7, 7], [8, 9, 9, 9, 9]]
+    assert places.tolist() == wanted
+    assert places.flatten()[back].tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_token_of_a_pack_is_in_the_complete_rows(seed):
+    rng = np.random.default_rng(seed)
+    rows = [plain_row(rng.integers(3, 5, int(n)), slice(1, None)) for n in rng.integers(2, 12, 9)]
+    ((*chosen,),) = plan_passes(rows, join_ranks(0, 1), 1 << 20, groups=np.repeat(np.arange(3), 3))
+    batch = build_micro_batch(chosen)
+    places, back = batch.rows
+    assert batch.shared_tokens > 0
+    assert torch.equal(places.flatten()[back], torch.arange(batch.n_tokens))
+    found = batch.input_ids[0][places].tolist()
+    for row in chosen:  # a row that is the beginning of the next one is in it
+        fed = row.token_ids[: row.packed_length].tolist()
+        assert fed in [each[: len(fed)] for each in found]
+
+
+@pytest.mark.parametrize("budget", [1, 7, 20, 100])
+def test_rows_side_by_side_fit_with_what_fills_them_up(budget):
+    rows = [plain_row(range(3, 3 + n), slice(1, None)) for n in (3, 9, 2, 9, 5, 6, 4)]
+    passes = plan_passes(rows, join_ranks(0, 1), budget, groups=np.zeros(7, np.int64), side_by_side=True)
+    assert sorted(len(row.token_ids) for chosen in passes for row in chosen) == [2, 3, 4, 5, 6, 9, 9]
+    assert not any(row.shared for chosen in passes for row in chosen)
+    for chosen in passes:
+        assert len(chosen) == 1 or len(chosen) * max(row.packed_length for row in chosen) <= budget

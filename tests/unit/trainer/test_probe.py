@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from areal_async.config.files import check_config, check_files
 from areal_async.config.job import LoraSection, OptimizerSection
-from areal_async.models.files import cannot_be_packed, most_positions
+from areal_async.models.files import cannot_be_packed, carries_state, most_positions
 from benchmarks import families
 from tests.unit.families import config_of
 from tests.unit.trainer import rank_process
@@ -23,14 +23,9 @@ from trainer_service.data.microbatch import build_micro_batch
 from trainer_service.errors import BatchError, UnfitModel
 from trainer_service.ranks import join_ranks
 
-RIGHT = ("llama", "gpt2", "gemma3_text", "olmo2", "mixtral")
+RIGHT = ("llama", "gpt2", "gemma2", "gemma3_text", "gpt_oss", "olmo2", "mixtral")
 STATE = ("qwen3_next", "falcon_h1", "lfm2", "nemotron_h", "mamba")
-REFUSED = {
-    **dict.fromkeys(STATE, r"packed row|neighbouring tokens|forward pass fails|is in no file"),
-    "gpt_oss": "with s_aux",
-    "gemma2": "attn_logit_softcapping|with softcap",
-    "llama4_text": "attention_chunk_size|names no module of it",
-}
+REFUSED = {"llama4_text": "attention_chunk_size|names no module of it"}
 
 
 def saved(folder: Path, family: str) -> Path:
@@ -55,11 +50,19 @@ def by_probe_alone(monkeypatch):
     monkeypatch.setattr(forward, "cannot_be_packed", lambda config: "")
 
 
-@pytest.mark.parametrize("family", RIGHT)
+@pytest.mark.parametrize("family", [*RIGHT, *STATE])
 def test_a_family_that_is_trained_has_the_log_probs_of_the_model(family):
     (found,) = families.families([family])
     assert (found.trained, found.said) == (True, "")
     assert found.after < BOUND
+    assert family in RIGHT or found.unchecked > 100 * BOUND, "its rows must not be packed"
+
+
+@pytest.mark.parametrize(
+    ("family", "side_by_side"), [("llama", False), ("gpt_oss", False), ("qwen3_next", True), ("falcon_h1", True)]
+)
+def test_rows_of_a_family_with_a_state_are_computed_side_by_side(family, side_by_side, tmp_path):
+    assert backend_of(saved(tmp_path, family)).side_by_side == side_by_side
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -73,9 +76,8 @@ def test_a_family_that_packing_gets_wrong_is_refused_by_the_probe(family, by_pro
         raise UnfitModel(found.said)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "gemma2"])
-def test_a_reason_in_the_config_is_found_before_weights_are_loaded(family, tmp_path):
-    families.tiny_config(family).save_pretrained(tmp_path)
+def test_a_reason_in_the_config_is_found_before_weights_are_loaded(tmp_path):
+    families.tiny_config("llama4_text").save_pretrained(tmp_path)
     with pytest.raises(UnfitModel, match=r"the model 'policy', a \w+, cannot be trained on packed rows: it "):
         backend_of(tmp_path)
 
@@ -100,17 +102,21 @@ def test_the_table_of_the_page_is_what_the_script_wrote():
 
 @pytest.mark.parametrize("head", ["value", "both"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next"])
-def test_critics_and_reward_models_are_probed_too(family, head, tmp_path, by_probe_alone):
-    with pytest.raises(UnfitModel, match=r"s_aux|the (scores|log-probs|values) of packed rows"):
-        backend_of(saved(tmp_path, family), head=head)
+def test_critics_and_reward_models_are_probed_too(family, head, tmp_path, monkeypatch):
+    folder = saved(tmp_path, family)
+    assert backend_of(folder, head=head).side_by_side == (family == "qwen3_next")
+    operator = attention._operator if family == "qwen3_next" else attention._explicit
+    monkeypatch.setattr(attention, operator.__name__, lambda q, *others, **how: 1.01 * operator(q, *others, **how))
+    with pytest.raises(UnfitModel, match=r"the (scores|log-probs|values) of packed rows"):
+        backend_of(folder, head=head)
 
 
 def test_a_frozen_companion_is_probed_and_named(tmp_path, model_dir, by_probe_alone):
     models = {
         "policy": ModelUse(model_dir, OptimizerSection(), 1),
-        "teacher": ModelUse(saved(tmp_path, "qwen3_next")),
+        "teacher": ModelUse(saved(tmp_path, "llama4_text")),
     }
-    with pytest.raises(UnfitModel, match="the model 'teacher', a qwen3_next, cannot be trained"):
+    with pytest.raises(UnfitModel, match="the model 'teacher', a llama4_text, cannot be trained"):
         FsdpBackend(models, join_ranks(0, 1), dtype=torch.float32)
 
 
@@ -118,7 +124,7 @@ def test_a_frozen_companion_is_probed_and_named(tmp_path, model_dir, by_probe_al
 def test_the_probe_computes_in_fp32_what_is_trained_in_bfloat16(options, tmp_path, by_probe_alone):
     backend_of(write_model(tmp_path / "right"), torch.bfloat16, **options)
     with pytest.raises(UnfitModel, match=r"Largest difference by row: \d"):
-        backend_of(saved(tmp_path / "wrong", "nemotron_h"), torch.bfloat16)
+        backend_of(saved(tmp_path / "wrong", "llama4_text"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("wider", [0, 1])
@@ -139,9 +145,10 @@ ONE = torch.ones(1)
 
 
 def test_what_rows_with_a_shared_prefix_see_is_probed(tmp_path, monkeypatch):
+    folder = plain(tmp_path, config_of(LlamaConfig, vocab_size=96))
+    assert not backend_of(folder).side_by_side
     monkeypatch.setattr(attention, "_within", lambda trees, window: None)
-    with pytest.raises(UnfitModel, match="the log-probs of packed rows are not those"):
-        backend_of(plain(tmp_path, config_of(LlamaConfig, vocab_size=96)))
+    assert backend_of(folder).side_by_side, "rows without shared prefixes are right"
 
 
 @pytest.mark.parametrize("wrong", [0.01, -0.01, float("nan"), float("inf")])
@@ -159,8 +166,6 @@ def test_one_row_that_differs_is_enough(wrong, place):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"s_aux": ONE},
-        {"softcap": 50.0},
         {"position_bias": ONE},
         {"block_indices": ONE},
         {"indices": ONE},
@@ -218,13 +223,27 @@ CONFIGS = [
     ({"layer_types": ["full_attention", "sliding_attention"]}, ""),
     ({"layer_types": ["attention", "moe", "mlp"]}, ""),
     ({"attn_logit_softcapping": None, "attention_chunk_size": None}, ""),
-    ({"layer_types": ["linear_attention", "full_attention"]}, "layers of kind linear_attention"),
-    ({"text_config": {"layer_types": ["conv", "full_attention"]}}, "layers of kind conv"),
-    ({"layers_block_type": ["mamba", "attention"]}, "layers of kind mamba"),
-    ({"block_types": ["recurrent", "attention"]}, "layers of kind recurrent"),
-    ({"attn_logit_softcapping": 50.0}, "caps the logits of its attention"),
+    ({"layer_types": ["linear_attention", "full_attention"]}, ""),
+    ({"attn_logit_softcapping": 50.0}, ""),
+    ({"attention_chunk_size": 8192}, "attends in chunks"),
     ({"text_config": {"attention_chunk_size": 8192}}, "attends in chunks"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ""),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "layers of kind linear_attention"),
+        ({"text_config": {"layer_types": ["conv", "full_attention"]}}, "layers of kind conv"),
+        ({"layers_block_type": ["mamba", "attention"]}, "layers of kind mamba"),
+        ({"block_types": ["recurrent", "attention"]}, "layers of kind recurrent"),
+    ],
+    ids=str,
+)
+def test_layers_that_carry_a_state_are_named(config, said):
+    assert said in carries_state(config)
+    assert bool(carries_state(config)) == bool(said)
 
 
 @pytest.mark.parametrize(("config", "said"), CONFIGS, ids=str)
@@ -267,11 +286,11 @@ def test_a_config_that_names_a_reason_is_a_mistake_before_the_start(tmp_path):
 
 
 def test_a_companion_whose_config_names_a_reason_is_a_mistake_of_its_field(tmp_path):
-    (tmp_path / "config.json").write_text('{"attn_logit_softcapping": 50.0}')
+    (tmp_path / "config.json").write_text('{"attention_chunk_size": 64}')
     job = rank_process.job_of(tmp_path, tmp_path)
     changed = job.trainer.model_copy(
         update={"reference": job.trainer.reference.model_copy(update={"model": tmp_path})}
     )
     found = check_files(job.model_copy(update={"trainer": changed}))
-    fields = {mistake.field for mistake in found if "caps the logits" in mistake.problem}
+    fields = {mistake.field for mistake in found if "attends in chunks" in mistake.problem}
     assert fields == {"model", "trainer.reference.model"}
