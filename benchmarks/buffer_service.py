@@ -74,7 +74,7 @@ class Service:
 
     @property
     def redis(self) -> psutil.Process:
-        (redis,) = (child for child in self.front.children() if "redis" in child.name())
+        (redis,) = (child for child in self.front.children() if child.name().endswith("-server"))
         return redis
 
     def stop(self) -> None:

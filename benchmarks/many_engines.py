@@ -164,7 +164,9 @@ def processes_of(head: psutil.Process) -> dict[str, list[psutil.Process]]:
     for process in head.children(recursive=True):
         command = " ".join(process.cmdline())
         what = (
-            "redis" if "redis" in process.name() else next((n for k, n in names.items() if k in command), "")
+            "redis"
+            if process.name().endswith("-server")
+            else next((n for k, n in names.items() if k in command), "")
         )
         found.setdefault(what, []).append(process)
     return found
