@@ -24,6 +24,18 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 
 
+def logits_scaling(config: Any) -> tuple[float, float | None]:
+    """Return the scale s and the cap c that a language model applies to the output x of its output layer.
+    Logits are c · tanh(s · x / c), or s · x without a cap."""
+    text = config.get_text_config()
+    scale = getattr(text, "logit_scale", None) or 1.0  # Cohere
+    scale *= getattr(text, "output_multiplier", None) or 1.0
+    scale *= getattr(text, "lm_head_multiplier", None) or 1.0  # Falcon-H1
+    scale /= getattr(text, "logits_scaling", None) or 1.0  # Granite
+    caps = ("final_logit_softcapping", "logits_soft_cap")  # Gemma; RecurrentGemma
+    return scale, next((found for name in caps if (found := getattr(text, name, None))), None)
+
+
 def freeze_other_parts(model: Any) -> None:
     """Freeze all parameters of a model outside its language model and its output layer, such as a vision
     tower."""

@@ -63,7 +63,8 @@ _CHANGES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "gemma2": (Gemma2Config, TIED | {"head_dim": 16, "attn_logit_softcapping": 1.0, "sliding_window": 6}),
     "gpt_oss": (
         GptOssConfig,
-        UNTIED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+        # All experts: a router that decides otherwise in bfloat16 would change an answer.
+        UNTIED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 4, "sliding_window": 6},
     ),
 }
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from areal_async.models.classes import logits_scaling
 from trainer_service.backends.base import Columns
 from trainer_service.backends.fsdp.memory import logits_bytes
 from trainer_service.data.microbatch import MicroBatch
@@ -63,14 +64,7 @@ class Head:
                 f"the output layer of {model.config.model_type} is a {type(layer).__name__}: the trainer "
                 "computes log-probs of models whose output layer is one linear layer."
             )
-        config = model.config.get_text_config()
-        scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
-        scale *= getattr(config, "output_multiplier", None) or 1.0
-        scale *= getattr(config, "lm_head_multiplier", None) or 1.0  # Falcon-H1
-        scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-        caps = ("final_logit_softcapping", "logits_soft_cap")  # Gemma; RecurrentGemma
-        cap = next((found for name in caps if (found := getattr(config, name, None))), None)
-        return cls(layer.weight, layer.bias, scale, cap)
+        return cls(layer.weight, layer.bias, *logits_scaling(model.config))
 
     def tiles(self, hidden: Tensor, *, spare: int = 0) -> Iterator[tuple[slice, Tensor]]:
         """Yield tiles [start, stop) of the vocabulary, each with a buffer [S, stop - start] for its logits.

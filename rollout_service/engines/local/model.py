@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 from areal_async.base.log import get_logger
 from areal_async.models.accelerator import begin_on, exact_products, with_exact_rotations
 from areal_async.models.answers import end_ids
-from areal_async.models.classes import auto_class
+from areal_async.models.classes import auto_class, logits_scaling
 from areal_async.models.files import Mixture
 from areal_async.models.routers import routers_of, tried
 from areal_async.weights.names import BoxOfFile, NamesMismatch, Storage, storage_of
@@ -80,6 +80,7 @@ class LocalModel:
         self.eos_ids = end_ids(self.tokenizer, directory)
         self._decoder: Any = model.get_decoder()
         self._head: Any = model.get_output_embeddings()
+        self._scaling = logits_scaling(model.config)
         self._tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self.experts: list[Tensor] = []
         """Experts of the last pass over n tokens, including padding: i64 [n, K] of each layer with
@@ -120,7 +121,10 @@ class LocalModel:
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """float32 `[N, V]`."""
-        return cast(Tensor, self._head(hidden_NE)).float()
+        logits, (scale, cap) = cast(Tensor, self._head(hidden_NE)).float(), self._scaling
+        if scale != 1.0:
+            logits = logits * scale
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load `tensors`, by their names in a model's files. Of tied tensors, one name is enough. Raises
