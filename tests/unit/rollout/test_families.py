@@ -32,9 +32,9 @@ class Snapshot:
     tag = VersionTag("policy", 1, 3)
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
-        # Other implementations ignore what they do not know, such as capped logits.
-        how = {"dtype": dtype, "attn_implementation": "eager"}
-        self.model = AutoModelForCausalLM.from_pretrained(directory, **how).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+        if getattr(self.model.config, "attn_logit_softcapping", None):
+            self.model.set_attn_implementation("eager")  # others ignore the cap
         noise = torch.Generator().manual_seed(5)
         with torch.no_grad():
             for parameter in self.model.parameters():

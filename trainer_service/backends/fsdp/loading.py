@@ -279,18 +279,14 @@ def _compute_rest(model: Any, stored: Collection[str]) -> None:
     rest = {name for name, buffer in buffers if name not in stored and buffer.is_floating_point()}
     for name in rest:
         model.get_buffer(name).fill_(torch.nan)
+    # The class that FSDP makes is not one of transformers, which would skip modules without own tensors.
+    model.is_custom_code = lambda: False
     model.initialize_weights()
-    for name in rest:
-        owner, _, last = name.rpartition(".")
-        buffer, module = model.get_buffer(name), model.get_submodule(owner)
-        if not bool(buffer.isnan().any()):
-            continue
-        try:  # some modules compute a buffer only when they are made
-            buffer.copy_(type(module)(model.config.get_text_config(), module.layer_idx).get_buffer(last))
-        except (AttributeError, TypeError) as error:
-            raise ValueError(
-                f"{name} is in no file, and transformers does not compute it when it loads a model"
-            ) from error
+    if left := [name for name, each in model.named_buffers() if name in rest and bool(each.isnan().any())]:
+        raise ValueError(
+            f"{left[0]} is in no file, and transformers does not compute it when it loads a model"
+        )
+
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
