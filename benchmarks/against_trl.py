@@ -1,9 +1,9 @@
 """Time, CPU and memory to the same held-out accuracy: this system against three rivals on the same cores.
 
     make trl-env
-    python benchmarks/against_trl.py                    the quickstart's model, three seeds (60 minutes)
+    python benchmarks/against_trl.py                    the quickstart's model, three seeds (60 to 100 min)
     python benchmarks/against_trl.py --model smollm2    SmolLM2-135M with adapters, one seed (75 minutes)
-    python benchmarks/against_trl.py --model long       28M parameters, 8 x 512 tokens, timings (15 minutes)
+    python benchmarks/against_trl.py --model long       28M parameters, 8 x 512 tokens, timings (25 to 50 min)
     python benchmarks/against_trl.py --seeds 0          one seed; --rivals plain --ours eta=1: some systems
     python benchmarks/against_trl.py --report           the tables and the picture of the results that exist
 
