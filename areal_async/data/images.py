@@ -1,8 +1,8 @@
 """Reader of images that others have made: task files, tools and environments.
 
-An image is read in two steps. `inspect_image` reads only the header, and refuses what is no image, too large or
-animated. `decode_image` then decodes the pixels, at most as many as the header says. A file of a few kilobytes can
-therefore not expand to more than `MOST_PIXELS`, and no decoder for a rare format ever sees it.
+An image is read in two steps. `inspect_image` reads only the header, and refuses what is no image, too large
+or animated. `decode_image` then decodes the pixels, at most as many as the header says. A file of a few
+kilobytes can therefore not expand to more than `MOST_PIXELS`, and no decoder for a rare format ever sees it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from areal_async.base.errors import ArealError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif", "BMP": "image/bmp"}
+FORMATS = {name: f"image/{name.lower()}" for name in ("PNG", "JPEG", "WEBP", "GIF", "BMP")}
 """Formats that are decoded, with their media types."""
 MOST_BYTES = 20 << 20
 MOST_PIXELS = 64 << 20
@@ -54,7 +54,7 @@ def inspect_image(data: bytes | memoryview) -> ImageFacts:
     if min(width, height) < LEAST_SIDE or max(width, height) > MOST_RATIO * min(width, height):
         raise ImageError(f"it has {width} x {height} pixels, which is too thin for a vision model")
     if getattr(image, "n_frames", 1) > 1:
-        raise ImageError(f"it has {image.n_frames} frames: give single images, because videos are not trained")
+        raise ImageError(f"it has {image.n_frames} frames: give single images, as videos are not trained")
     digest = f"blake3:{blake3.blake3(data).hexdigest()}"
     return ImageFacts(digest, FORMATS[str(image.format)], len(data), width, height)
 

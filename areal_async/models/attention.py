@@ -21,9 +21,9 @@ def explicit_attention(
     """Return [..., L, D] for queries [..., L, D], keys and values [..., M, D].
 
     `seen` is bool and broadcasts to the scores [..., L, M]. A score is q · k · `scaling` (1 / sqrt(D) by
-    default). With `cap` c, a score x becomes c · tanh(x / c) (Gemma 2, arXiv:2408.00118). `sinks` broadcasts to
-    [..., L, 1] and is the score of one more key, which has no value (gpt-oss, arXiv:2508.10925). Memory grows
-    with L · M."""
+    default). With `cap` c, a score x becomes c · tanh(x / c) (Gemma 2, arXiv:2408.00118). `sinks` broadcasts
+    to [..., L, 1] and is the score of one more key, which has no value (gpt-oss, arXiv:2508.10925). Memory
+    grows with L · M."""
     scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if cap:
         scores = cap * torch.tanh(scores / cap)

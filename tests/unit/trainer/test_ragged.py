@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV3Config, Qwen3Config
 
 from tests import flash_cpu
-from tests.unit.families import config_of
+from tests.unit.families import FAMILIES, config_of
 from tests.unit.trainer.conftest import plain_row
 from tests.unit.trainer.packs import LENGTHS, passes_of_step
 from trainer_service.backends.fsdp import attention
@@ -24,6 +24,7 @@ from trainer_service.data import ragged
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 from trainer_service.data.prefixes import plant
 from trainer_service.data.ragged import JoinedKeys, rounded_tokens
+from trainer_service.errors import UnfitModel
 from trainer_service.ranks import join_ranks
 
 HEADS = [(4, 4), (4, 2), (6, 1)]
@@ -245,6 +246,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
         (CUDA, torch.bfloat16, config_of(Qwen3Config, head_dim=512), "heads have [512] numbers"),
         (CUDA, torch.bfloat16, DeepseekV3Config(), "numbers"),
         (CUDA, torch.bfloat16, config_of(Qwen3Config, attention_dropout=0.1), "dropout of 0.1"),
+        (CUDA, torch.bfloat16, FAMILIES["gemma2"](), "capped"),
     ],
 )
 def test_the_choice_of_path_has_a_reason(device, dtype, config, said):
@@ -263,6 +265,16 @@ def test_the_choice_of_path_is_logged(reason, monkeypatch, caplog):
         assert attention.takes_ragged("policy", ONE_CALL, join_ranks(0, 1), torch.bfloat16) == (not reason)
     assert reason in str(caplog.records[-1].__dict__)
     assert ("exact SDPA" in str(caplog.records[-1].__dict__)) == bool(reason)
+
+
+def test_sinks_and_capped_logits_never_reach_a_kernel_that_lacks_them(monkeypatch):
+    monkeypatch.setattr(attention, "why_not_ragged", lambda *_: "")
+    ranks = join_ranks(0, 1)
+    assert not attention.takes_ragged("policy", ONE_CALL, ranks, torch.bfloat16, has_sinks=True)
+    q, runs = torch.ones(1, 2, 3, 8), PackedRuns.of(build_micro_batch([]), ragged=True)
+    for argument in ({"s_aux": torch.ones(2)}, {"softcap": 1.0}):
+        with pytest.raises(UnfitModel, match=f"calls its attention with {next(iter(argument))}"):
+            packed_attention(torch.nn.Identity(), q, q, q, None, packed_runs=runs, **argument)
 
 
 def _raises(*args, **how):

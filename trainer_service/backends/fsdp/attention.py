@@ -64,22 +64,24 @@ class PackedRuns:
     """Structure of each run; None if all sequences are plain rows."""
     part: SequencePart | None = None
     """This rank's part of the micro-batch that the runs describe; None if this rank has all of it."""
-    ragged: MicroBatch | None = None
-    """Micro-batch whose structure for a single attention call replaces the runs."""
+    ragged: Ragged | None = None
+    """Structure for a single attention call, which replaces the runs."""
     side_by_side: bool = False
     """Whether the inputs are rows side by side instead of one pack."""
 
     @classmethod
     def of(cls, batch: MicroBatch, part: SequencePart | None = None, *, ragged: bool = False) -> PackedRuns:
         if ragged:
-            return cls(part=part, ragged=batch)
+            return cls(part=part, ragged=batch.ragged)
         return cls(batch.runs, batch.branching, part)
 
 
-def takes_ragged(name: str, config: Any, ranks: Ranks, dtype: torch.dtype) -> bool:
+def takes_ragged(
+    name: str, config: Any, ranks: Ranks, dtype: torch.dtype, *, has_sinks: bool = False
+) -> bool:
     """Return whether the attention of the model `name` is one call for all rows of a pack, and log it with
     the reason. All ranks call it and get the same result."""
-    reason = why_not_ragged(config, ranks.device, dtype)
+    reason = why_not_ragged(config, ranks.device, dtype) or ("it has attention sinks" if has_sinks else "")
     failure = "" if reason else _failure(config, ranks.device, dtype)
     if (failed := ranks.largest(ranks.rank + 1 if failure else 0)) and not reason:
         failure = failure or f"rank {failed - 1} cannot use it, as its log says"
@@ -100,6 +102,7 @@ def why_not_ragged(config: Any, device: torch.device, dtype: torch.dtype) -> str
         f"the dtype is {dtype}": dtype not in (torch.float16, torch.bfloat16),
         f"heads have {sizes} numbers": len(sizes) > 1 or sizes[0] % 8 or sizes[0] > 256,
         f"attention has a dropout of {dropout}": dropout,
+        "the logits of its attention are capped": getattr(text, "attn_logit_softcapping", None),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -165,18 +168,17 @@ def packed_attention(
     """
     known = sliding_window is None or (type(sliding_window) is int and sliding_window > 0)
     window = {} if known else {"sliding_window": sliding_window}
-    refuse_unknown(module, {"attention_mask": attention_mask, **window, **others})
     pack = packed_runs or PackedRuns()
     explicit = s_aux is not None or bool(softcap)
-    if pack.ragged is not None and explicit:
-        pack = PackedRuns.of(pack.ragged, pack.part)
+    only_exact = {} if pack.ragged is None else {"s_aux": s_aux, "softcap": softcap}
+    refuse_unknown(module, {"attention_mask": attention_mask, **window, **only_exact, **others})
     if s_aux is not None and pack.part is not None:
         s_aux = s_aux.chunk(pack.part.ranks.size)[pack.part.ranks.index]
     attend: Attend
     if pack.ragged is not None:
         if dropout:
             raise ValueError("attention over ragged rows has no dropout")
-        attend = partial(_of_ragged, rows=pack.ragged.ragged, window=sliding_window, scaling=scaling)
+        attend = partial(_of_ragged, rows=pack.ragged, window=sliding_window, scaling=scaling)
     else:
         operator = partial(_operator, window=sliding_window, scaling=scaling, dropout=dropout)
         if explicit:

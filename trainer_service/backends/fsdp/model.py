@@ -87,14 +87,9 @@ class HeldModel(ChangingModel):
         self.sequence = shared
         if shared is not None:
             _check_sequence(self.module, shared, name)
-        probe_packing(
-            name,
-            self.loaded,
-            ranks,
-            use.head,
-            self.sequence,
-            ragged=takes_ragged(name, self.module.config, ranks, dtype),
-        )
+        has_sinks = any(each.endswith(".sinks") for each, _ in self.module.named_parameters())
+        ragged = takes_ragged(name, self.module.config, ranks, dtype, has_sinks=has_sinks)
+        probe_packing(name, self.loaded, ranks, use.head, self.sequence, ragged=ragged)
         self.side_by_side: bool = self.module.side_by_side
         # The first pass of FSDP may move the local shards, so the optimizer gets them after it.
         parameters = self.module.named_parameters()

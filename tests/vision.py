@@ -1,0 +1,78 @@
+"""Tiny models that read images, with their tokenizer and their image processor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import (
+    AutoModelForImageTextToText,
+    Qwen2_5_VLConfig,
+    Qwen3VLConfig,
+)
+
+from areal_async.cli.quickstart.model import make_tokenizer
+
+MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+CHAT = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 512}
+TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.25}
+VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
+VISION |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": 0.25}
+
+
+def config_of(kind: str, tokenizer: Any) -> Any:
+    """Return the config of a tiny `qwen2_5_vl` or `qwen3_vl`. An image of 8 x 8 pixels is one token."""
+    ids = dict(zip(("vision_start", "vision_end", "image", "video"), MARKS, strict=True))
+    known = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in ids.items()}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    text = TEXT | ends | {"vocab_size": len(tokenizer), "bos_token_id": None, "tie_word_embeddings": True}
+    if kind == "qwen2_5_vl":
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+        vision = VISION | {"window_size": 16, "fullatt_block_indexes": [1]}
+        return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **known)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    vision = VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    return Qwen3VLConfig(
+        text_config=text | {"head_dim": 8, "rope_parameters": rope},
+        vision_config=vision,
+        tie_word_embeddings=True,
+        **known,
+    )
+
+
+def write_vision_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> Path:
+    """Write a tiny model with random weights into `folder`, and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config_of(kind, tokenizer), dtype=torch.float32)
+    model.save_pretrained(folder)
+    patches = {name: VISION[name] for name in ("patch_size", "temporal_patch_size")}
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "merge_size": VISION["spatial_merge_size"],
+        "min_pixels": 64,
+        "max_pixels": 4096,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor | patches))
+    return folder
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Return an image of random pixels."""
+    noise = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(seed))
+    return Image.fromarray(noise.to(torch.uint8).numpy())
