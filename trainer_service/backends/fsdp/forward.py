@@ -37,7 +37,6 @@ from trainer_service.data.ragged import rounded_tokens
 from trainer_service.errors import BatchError, UnfitModel
 from trainer_service.ranks import Ranks
 
-
 log = get_logger("trainer")
 
 
@@ -118,11 +117,12 @@ def probe_packing(
     shared: SequenceRanks | None,
     *,
     ragged: bool,
-) -> None:
+) -> bool:
     """Call `open_window`, and raise `UnfitModel` unless packed columns equal the model's own forward pass.
 
     If they differ, or if the model has layers that carry a state from token to token, the same is tried with
-    rows side by side. All ranks call it after the weights are loaded."""
+    rows side by side. Returns whether rows must be side by side. All ranks call it after the weights are
+    loaded."""
     config: Any = loaded.module.config
 
     def probe(side_by_side: bool) -> None:
@@ -148,13 +148,15 @@ def probe_packing(
     reason = carries_state(config.get_text_config().to_dict())
     if not reason:
         try:
-            return probed(name, config, ranks, partial(probe, False))
+            probed(name, config, ranks, partial(probe, False))
+            return False
         except UnfitModel as error:
             if shared is not None:
                 raise
             reason = f"cannot be packed: {error}"
     probed(name, config, ranks, partial(probe, True))
     log.warning("rows are computed side by side, without shared prefixes", model=name, reason=f"it {reason}")
+    return True
 
 
 def _states(model: Any, batch: MicroBatch, part: SequencePart | None = None) -> Tensor:

@@ -281,12 +281,27 @@ def _compute_rest(model: Any, stored: Collection[str]) -> None:
         model.get_buffer(name).fill_(torch.nan)
     # The class that FSDP makes is not one of transformers, which would skip modules without own tensors.
     model.is_custom_code = lambda: False
-    model.initialize_weights()
+    tensors = {name: tensor for name, tensor in _tensors(model).items() if name in stored}
+    before = {name: _changes(tensor) for name, tensor in tensors.items()}
+    try:
+        model.initialize_weights()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"transformers does not compute its buffers: {str(error).partition('.')[0]}"
+        ) from error
+    if changed := [name for name, tensor in tensors.items() if _changes(tensor) != before[name]]:
+        raise ValueError(f"transformers would overwrite {changed[0]}, which was read from its files")
     if left := [name for name, each in model.named_buffers() if name in rest and bool(each.isnan().any())]:
         raise ValueError(
             f"{left[0]} is in no file, and transformers does not compute it when it loads a model"
         )
 
+
+def _changes(tensor: Tensor) -> int:
+    """Return the number of in-place changes of this rank's part of a tensor."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor)._version
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -26,15 +26,15 @@ BASE = ".base_layer."  # in names of base parameters, where a model without adap
 def add_adapters(model: Any, section: LoraSection) -> list[str]:
     """Add adapters to linear layers of `model` and freeze everything else. Returns the layers' full names.
 
-    `section.targets` selects layers by the last part of their name; the default is all except the output
-    layer. Raises `ModelError` if a target matches no layer."""
+    `section.targets` selects layers of the language model by the last part of their name; the default is all
+    except the output layer. Raises `ModelError` if a target matches no layer."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    head = model.get_output_embeddings()
+    language = {*model.get_decoder().modules()} - {model.get_output_embeddings()}
     linear = {
         name: name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
+        if isinstance(module, nn.Linear) and module in language
     }
     wanted = section.targets or tuple(linear.values())
     if missing := sorted(set(wanted) - set(linear.values())):
