@@ -26,6 +26,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -38,9 +40,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 import transformers
+from families import PAGE, tiny_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from areal_async.base.errors import ArealError
@@ -53,7 +56,6 @@ from areal_async.models.classes import auto_class
 from areal_async.service.rank_group import Meeting
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import open_snapshot
-from benchmarks.families import PAGE, tiny_config
 from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult, RequestError
 from rollout_service.engines.http.adapter import ServerSettings
 from rollout_service.engines.http.engine import HttpEngine
@@ -61,6 +63,7 @@ from rollout_service.engines.local.core import EngineCore
 from rollout_service.engines.local.model import LocalModel
 from rollout_service.engines.sglang.adapter import SGLangAdapter
 from rollout_service.engines.vllm.adapter import VllmAdapter
+from tests.megatron_cpu import install
 from tests.snapshots import write_snapshot
 from tests.unit.trainer.sharded_process import forked
 from trainer_service.backends.base import ModelUse
@@ -116,7 +119,8 @@ NAMES = (
 )
 """Families of the table, as `model_type`."""
 
-VISION = {"depth": 2, "embed_dim": 32, "head_dim": 16, "hidden_dim": 32, "hidden_size": 32, "image_size": 16}
+VISION: dict[str, Any] = {"depth": 2, "embed_dim": 32, "head_dim": 16, "hidden_dim": 32, "hidden_size": 32}
+VISION |= {"image_size": 16}
 VISION |= {"intermediate_size": 32, "num_attention_heads": 2, "num_heads": 2, "num_hidden_layers": 2}
 VISION |= {"num_key_value_heads": 2, "num_position_embeddings": 16, "patch_size": 4, "out_hidden_size": 128}
 VISION |= {"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0], "window_size": 16}
@@ -169,7 +173,9 @@ def write_model(name: str, folder: Path) -> Any:
     """Write a tiny model of a family with random weights, and a tokenizer. Return the model."""
     config = config_of(name)
     torch.manual_seed(3)
-    model = auto_class(config).from_config(config, dtype=torch.float32)
+    reads_images = config.get_text_config() is not config
+    kind = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             scale = 0.2 if parameter.dim() < 2 else 0.5 / parameter.shape[-1] ** 0.5
@@ -299,10 +305,7 @@ class Family:
 
     def ranks(self) -> float:
         """Two processes, of which each has half of the rows."""
-        words = [sys.executable, __file__, "--ranks", str(self.folder)]
-        ran = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
-        if ran.returncode:
-            raise RuntimeError([line for line in ran.stderr.splitlines() if "Error" in line][-1])
+        self._by_process("--ranks")
         most = 0.0
         for rank in (0, 1):
             saved = load_file(self.folder / f"rank{rank}.safetensors")
@@ -319,7 +322,7 @@ class Family:
         wanted = {}
         for name, _ in module.named_parameters():
             if ".lora_B." in name:
-                a = module.get_parameter(name.replace(".lora_B.", ".lora_A."))
+                a: Any = module.get_parameter(name.replace(".lora_B.", ".lora_A."))
                 owner = name.partition(".lora_B.")[0]
                 gradient = base.gradients.get(f"{owner}.weight")
                 if gradient is not None:
@@ -328,14 +331,17 @@ class Family:
         return gap(found, Computed(base.logps, wanted))
 
     def megatron(self) -> float:
-        from trainer_service.backends.megatron.backend import MegatronBackend
+        """In another process, because Megatron-Core on a CPU needs replacements of what calls CUDA."""
+        self._by_process("--megatron")
+        return float((self.folder / "megatron.json").read_text())
 
-        use = {"policy": ModelUse(self.folder / "model", OptimizerSection(lr=1e-3), 100)}
-        backend = MegatronBackend(use, join_ranks(0, 1), dtype=torch.float32, grid=RankGrid())
-        rows, wanted = self.rows[False], self.wanted[False]
-        batch = build_micro_batch(rows)
-        (found,) = backend.evaluate("policy", [batch], lambda _, columns: columns["logp"].clone())
-        return float((found - torch.cat([wanted.logps[row.episode] for row in rows])).abs().max())
+    def _by_process(self, mode: str) -> None:
+        words = [sys.executable, __file__, mode, str(self.folder)]
+        ran = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
+        if ran.returncode:
+            said = [line for line in ran.stderr.splitlines() if "Error: " in line][-1]
+            kind, _, sentence = said.partition(": ")
+            raise (ModelError if kind.endswith(("ModelError", "UnfitModel")) else RuntimeError)(sentence)
 
     def publish(self) -> None:
         """Train one update and publish the weights as `snapshot`."""
@@ -418,7 +424,7 @@ def requests() -> list[GenerateRequest]:
     random = np.random.default_rng(11)
     sampling = partial(Sampling, max_new_tokens=24)
     return [
-        GenerateRequest(str(n), random.integers(3, 90, length), sampling(seed=n))
+        GenerateRequest(str(n), random.integers(3, 90, length, np.int32), sampling(seed=n))
         for n, length in enumerate((1, 5, 9, 20))
     ]
 
@@ -431,14 +437,30 @@ def run_rank(folder: Path, rank: int, meeting: Meeting) -> None:
     save_file(logps | found.gradients, folder / f"rank{rank}.safetensors")
 
 
-def measured(work: Callable[[], T]) -> T | str:
+def run_megatron(folder: Path) -> None:
+    """Write the difference of the back end `megatron`."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    install()
+    from trainer_service.backends.megatron.backend import MegatronBackend
+
+    rows, model = rows_of(False), reference_of(folder / "model")
+    use = {"policy": ModelUse(folder / "model", OptimizerSection(lr=1e-3), 100)}
+    backend = MegatronBackend(use, join_ranks(0, 1), dtype=torch.float32, grid=RankGrid())
+    (found,) = backend.evaluate("policy", [build_micro_batch(rows)], lambda _, each: each["logp"].clone())
+    wanted = own(model, rows).logps
+    difference = float((found - torch.cat([wanted[row.episode] for row in rows])).abs().max())
+    (folder / "megatron.json").write_text(json.dumps(difference))
+
+
+def measured(work: Callable[[], T], folder: Path, name: str) -> T | str:
     """Return what `work` returns, or a sentence for an error of ours. Other errors are "fails: …"."""
     try:
         return work()
     except (ModelError, EngineError, RequestError, ArealError) as error:
-        return f"refused: {_sentence(error)}"
+        said = f"refused: {_sentence(error)}"
     except Exception as error:  # of code that is not ours
-        return f"fails: {type(error).__name__}: {_sentence(error)}"
+        said = f"fails: {type(error).__name__}: {_sentence(error)}"
+    return re.sub(rf"\b{name}\b", "TYPE", said.replace(str(folder), "FOLDER"))
 
 
 def _sentence(error: Exception) -> str:
@@ -452,16 +474,17 @@ def cells(name: str, columns: Sequence[str]) -> dict[str, float | str]:
     with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         family = Family(name, Path(scratch))
+        tried = partial(measured, folder=Path(scratch), name=name)
         for column in (*TRAINED, "megatron"):
             if column in columns:
-                found[column] = measured(getattr(family, column))
+                found[column] = tried(getattr(family, column))
         engines = [column for column in ENGINES if column in columns]
         if not engines:
             return found
-        problem = measured(family.publish)
+        problem = tried(family.publish)
         for column in engines:
             served = family.local if column == "local" else partial(family.server, column)
-            found[column] = problem or measured(served)
+            found[column] = tried(served) if problem is None else problem
     return found
 
 
@@ -507,12 +530,16 @@ def main() -> None:
     parser.add_argument("--columns", default=",".join(COLUMNS), help="columns to measure, joined by commas")
     parser.add_argument("--table", action="store_true", help="measure nothing, write the page alone")
     parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--megatron", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     if chosen.ranks is not None:
         sys.exit(forked(2, partial(run_rank, chosen.ranks)))
+    if chosen.megatron is not None:
+        run_megatron(chosen.megatron)
+        return
     found = results()
     for name in [] if chosen.table else chosen.names or NAMES:
         found[name] = found.get(name, {}) | cells(name, chosen.columns.split(","))

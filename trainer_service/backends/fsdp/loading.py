@@ -287,10 +287,9 @@ def _compute_rest(model: Any, stored: Collection[str]) -> None:
         model.initialize_weights()
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, NotImplementedError) as error:
-        raise ValueError(
-            f"transformers does not compute its buffers: {str(error).partition('.')[0]}"
-        ) from error
+    except RuntimeError as error:
+        why = next(iter(str(error).splitlines()), "")
+        raise ValueError(f"transformers does not compute the buffers that no file has: {why}") from error
     if changed := [name for name, tensor in tensors.items() if _changes(tensor) != before[name]]:
         raise ValueError(f"transformers would overwrite {changed[0]}, which was read from its files")
     if left := [name for name, each in model.named_buffers() if name in rest and bool(each.isnan().any())]:
