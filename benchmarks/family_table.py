@@ -2,14 +2,14 @@
 
 A family is a tiny model with random weights, in fp32. The reference is always transformers' own eager forward
 pass, row by row, without a cache. A cell is the largest difference from it, of a log-prob in nats or of a
-gradient relative to the norm of all gradients, or the sentence with which the part refuses the model.
+parameter's gradient relative to its norm, or the sentence with which the part refuses the model.
 
 | column | measured |
 |---|---|
 | packed | log-probs and gradients of packed rows, by the back end `fsdp` |
 | prefixes | the same for rows that share prefixes |
 | ranks | the same on two ranks |
-| lora | log-probs, and the gradients of adapters, which follow from those of the base's weights |
+| lora | the same for adapters, whose gradients follow from those of the base, and the merged weights |
 | recompute | the same with `recompute: full` |
 | local, sglang, vllm | log-probs of answers that the engine samples from the weights of one update |
 | megatron | log-probs of packed rows, by the back end `megatron` |
@@ -28,6 +28,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -55,6 +56,7 @@ from areal_async.config.parallel import RankGrid
 from areal_async.models.classes import auto_class
 from areal_async.service.rank_group import Meeting
 from areal_async.trajectory import Sampling
+from areal_async.weights.adapter import BaseWeights
 from areal_async.weights.snapshot import open_snapshot
 from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult, RequestError
 from rollout_service.engines.http.adapter import ServerSettings
@@ -88,9 +90,7 @@ NAMES = (
     "falcon_h1",
     "gemma2",
     "gemma3",
-    "gemma3_text",
     "gemma4",
-    "glm4",
     "glm4_moe",
     "gpt_oss",
     "granite",
@@ -99,17 +99,14 @@ NAMES = (
     "llama",
     "llama4_text",
     "minimax_m2",
-    "ministral3",
     "mistral",
     "mistral3",
     "mixtral",
     "nemotron_h",
-    "olmo2",
     "olmo3",
     "phi3",
     "qwen2",
     "qwen2_5_vl",
-    "qwen2_moe",
     "qwen3",
     "qwen3_5",
     "qwen3_moe",
@@ -128,7 +125,12 @@ VISION |= {"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0], "windo
 WIDE = {"hidden_size": 128, "head_dim": 32, "global_head_dim": 32, "intermediate_size": 128}
 WIDE |= {"mamba_d_head": 64, "mamba_head_dim": 64, "mamba_d_ssm": 256, "linear_key_head_dim": 32}
 WIDE |= {"linear_value_head_dim": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
-WIDE |= {"moe_intermediate_size": 64, "vocab_size": 128, "query_pre_attn_scalar": 32}
+WIDE |= {
+    "moe_intermediate_size": 64,
+    "vocab_size": 128,
+    "vocab_size_per_layer_input": 128,
+    "query_pre_attn_scalar": 32,
+}
 """Sizes for which servers have kernels: heads of 32 numbers."""
 
 
@@ -139,7 +141,7 @@ def config_of(name: str) -> Any:
     text = tiny_config(name)
     fields = text.to_dict()
     wide = {field: size for field, size in WIDE.items() if field in fields}
-    if "mrope_section" in (fields.get("rope_parameters") or {}):
+    if name == "qwen2_5_vl":
         wide["rope_parameters"] = fields["rope_parameters"] | {"mrope_section": [6, 5, 5]}
     made = type(text)(**_kept(fields) | wide)
     made.architectures = None
@@ -261,15 +263,17 @@ def by_backend(backend: Any, rows: Sequence[TrainingRow]) -> Computed:
 
 
 def gap(found: Computed, wanted: Computed) -> float:
-    """Return the largest difference. Parameters without a gradient count as having 0."""
+    """Return the largest difference. That of a parameter's gradient is relative to the gradient's norm, or to
+    a thousandth of the largest norm. Parameters without a gradient count as having 0."""
     most = max(float((found.logps[e] - wanted.logps[e]).abs().max()) for e in found.logps)
-    norm = torch.stack([g.norm() for g in wanted.gradients.values()]).norm()
+    norms = {name: float(grad.norm()) for name, grad in wanted.gradients.items()}
+    least = max(norms.values()) / 1000
     for name, grad in wanted.gradients.items():
         mine = found.gradients.get(name)
         if mine is None:
-            assert not grad.abs().max() > 0, f"{name} has no gradient"
+            assert not norms[name], f"{name} has no gradient"
             continue
-        most = max(most, float((mine - grad).abs().max() / norm))
+        most = max(most, float((mine - grad).norm()) / max(norms[name], least))
     return most
 
 
@@ -328,7 +332,22 @@ class Family:
                 if gradient is not None:
                     wanted[name] = section.alpha / section.rank * gradient @ a.detach().full_tensor().T
         assert wanted, "no layer has an adapter"
-        return gap(found, Computed(base.logps, wanted))
+        most = gap(found, Computed(base.logps, wanted))
+        backend.gradient_norm()
+        backend.optimizer_step()
+        return max(most, self._merged(backend, section))
+
+    def _merged(self, backend: FsdpBackend, section: LoraSection) -> float:
+        """Return the difference of the log-probs after an update from those of the merged weights."""
+        adapter = {piece.name: piece.tensor.clone() for piece in backend.export("policy", gather=True)}
+        folder, base = self.folder / "merged", BaseWeights(self.folder / "model", torch.float32)
+        shutil.copytree(self.folder / "model", folder)
+        save_file(dict(base.merged(adapter, section.alpha / section.rank)), folder / "model.safetensors")
+        rows = self.rows[False]
+        wanted, found = own(reference_of(folder), rows).logps, by_backend(backend, rows).logps
+        before = self.wanted[False].logps
+        assert max(float((wanted[e] - before[e]).abs().max()) for e in wanted) > 10 * BOUND
+        return max(float((found[e] - wanted[e]).abs().max()) for e in wanted)
 
     def megatron(self) -> float:
         """In another process, because Megatron-Core on a CPU needs replacements of what calls CUDA."""
@@ -339,7 +358,7 @@ class Family:
         words = [sys.executable, __file__, mode, str(self.folder)]
         ran = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
         if ran.returncode:
-            said = [line for line in ran.stderr.splitlines() if "Error: " in line][-1]
+            said = [line for line in ran.stderr.splitlines() if re.match(r"[\w.]+: ", line)][-1]
             kind, _, sentence = said.partition(": ")
             raise (ModelError if kind.endswith(("ModelError", "UnfitModel")) else RuntimeError)(sentence)
 
@@ -464,8 +483,11 @@ def measured(work: Callable[[], T], folder: Path, name: str) -> T | str:
 
 
 def _sentence(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return (lines or [type(error).__name__])[0][:300]
+    """Return the first line of an error, with the last error in the log of a server that it quotes."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    causes = [line for line in lines[1:] if re.search(r"(Error|Exception)\b.*: ", line)]
+    cause = re.sub(r"^.*?((\w+\.)*\w+(Error|Exception): )", r"\1", causes[-1]) if causes else ""
+    return f"{lines[0][:300]} {cause[:200]}".strip()
 
 
 def cells(name: str, columns: Sequence[str]) -> dict[str, float | str]:

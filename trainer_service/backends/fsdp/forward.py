@@ -6,8 +6,8 @@ forward pass. The root's forward is therefore replaced by one that runs a given 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -130,7 +130,7 @@ def probe_packing(
         model, rows, names = loaded.in_fp32(ranks), probe_rows(config), PROBED[head]
         open_window(model, side_by_side=side_by_side)
         batch = build_micro_batch(rows, device=ranks.device)
-        with torch.no_grad():
+        with torch.no_grad(), _all_called(model, loaded.adapted):
             packed = packed_columns(model, batch, names)
             in_parts = (
                 packed
@@ -157,6 +157,22 @@ def probe_packing(
     probed(name, config, ranks, partial(probe, True))
     log.warning("rows are computed side by side, without shared prefixes", model=name, reason=f"it {reason}")
     return True
+
+
+@contextmanager
+def _all_called(model: Any, adapted: Sequence[str]) -> Iterator[None]:
+    """Raise `UnfitModel` unless a pass within calls every adapted layer. Where a kernel reads the weight of a
+    layer instead, its adapter has no effect. A separate layer of one expert may get no token."""
+    left = {name for name in adapted if ".experts." not in name}
+    layers = [(name, model.get_submodule(name)) for name in left]
+    hooks = [layer.register_forward_hook(lambda *_, name=name: left.discard(name)) for name, layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if left:
+        raise UnfitModel(f"it computes {min(left)} without calling it, so an adapter there has no effect")
 
 
 def _states(model: Any, batch: MicroBatch, part: SequencePart | None = None) -> Tensor:
