@@ -8,9 +8,10 @@ import family_table
 import pytest
 import torch
 from family_table import BOUND, COLUMNS, NAMES, Family, backend_of, by_backend, gap, measured
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaPreTrainedModel, LlamaRMSNorm
 
 from areal_async.config.job import LoraSection
+from benchmarks import families
 from trainer_service.backends.fsdp import lora
 from trainer_service.errors import ModelError
 
@@ -91,14 +92,27 @@ def test_adapters_of_layers_that_kernels_of_a_mixer_read_are_refused(tmp_path):
 
 
 def test_weights_that_transformers_would_overwrite_are_refused(tmp_path, monkeypatch):
-    from transformers import LlamaForCausalLM
-
     Family("llama", tmp_path)
+    made, begun = LlamaRMSNorm.__init__, LlamaPreTrainedModel._init_weights
+
+    def make(self, *arguments, **options):
+        made(self, *arguments, **options)
+        self.register_buffer("computed", torch.ones(1), persistent=False)
 
     def begin(self, module):
-        if isinstance(module, torch.nn.Linear):
+        begun(self, module)
+        if isinstance(module, LlamaRMSNorm):
+            module.computed.fill_(1.0)
             module.weight.mul_(1.0)
 
-    monkeypatch.setattr(LlamaForCausalLM, "_init_weights", begin)
-    with pytest.raises(ModelError, match=r"transformers would overwrite .*, which was read from its files"):
+    monkeypatch.setattr(LlamaRMSNorm, "__init__", make)
+    monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", begin)
+    with pytest.raises(ModelError, match=r"transformers would overwrite .*norm.weight, which was read from"):
         backend_of(tmp_path / "model")
+
+
+def test_a_row_of_padding_keeps_its_weights(tmp_path):
+    """The class of this family sets it to 0 when it begins."""
+    (found,) = families.families(["youtu"])
+    assert found.trained
+    assert found.after < BOUND

@@ -278,8 +278,13 @@ def _compute_rest(model: Any, stored: Collection[str]) -> None:
     rest = {name for name, buffer in buffers if name not in stored and buffer.is_floating_point()}
     for name in rest:
         model.get_buffer(name).fill_(torch.nan)
-    # The class that FSDP makes is not one of transformers, which would skip modules without own tensors.
+    # The class that FSDP makes is not one of transformers, which would skip modules without own tensors. Only
+    # modules that have nothing but loaded tensors may be skipped, and must be: some set a row of them to 0.
     model.is_custom_code = lambda: False
+    for module in model.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if own and all(getattr(tensor, "_is_hf_initialized", False) for tensor in own):
+            module._is_hf_initialized = True
     tensors = {name: tensor for name, tensor in _tensors(model).items() if name in stored}
     before = {name: _changes(tensor) for name, tensor in tensors.items()}
     try:
