@@ -532,7 +532,9 @@ def table(found: dict[str, dict[str, float | str]]) -> str:
             if isinstance(cell, float):
                 shown.append(f"{cell:.0e}".replace("e-0", "e-") if cell > BOUND else RIGHT)
             else:
-                number = sentences.setdefault(cell, len(sentences) + 1)
+                sentence = re.sub(r"\b\w+For(CausalLM|ConditionalGeneration)\b", "CLASS", cell)
+                sentence = re.sub(r"differ by [\d.]+", "differ by NUMBER", sentence)
+                number = sentences.setdefault(sentence, len(sentences) + 1)
                 shown.append(f"({number})")
         lines.append(f"| `{name}` | " + " | ".join(shown) + " |")
     told = [f"{number}. {sentence}" for sentence, number in sentences.items()]
