@@ -125,7 +125,7 @@ class AttachmentFiles:
             before = held.get(key)
             if key in kept:
                 self._hold(held, key, file)
-                gone += [before.name] if before not in (None, file) else []  # type: ignore[union-attr]
+                gone += [before.name] if before is not None and before != file else []
             else:
                 gone.append(file.name)
                 if before == file:

@@ -127,6 +127,11 @@ class TaskTable:
             )
         return found
 
+    def whole(self, task: Task) -> Task:
+        """Return a task of this file with the bytes of its images. Raises `TaskFileError`."""
+        row = int(task.task_id.split(":")[1])
+        return msgspec.structs.replace(task, images=tuple(self.images(row))) if task.images else task
+
     def extra(self, row: int, column: str) -> Any:
         """Return the value in `row` of an extra column (see `read_tasks`), or None if there is none."""
         return self._rows[row].get(column)
@@ -140,7 +145,8 @@ def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
     `TaskFileError`."""
     columns = frozenset((*COLUMNS, *extra))
     path = task_file(path)
-    rows, names = [], {}
+    rows: list[dict[str, Any]] = []
+    names: dict[int, RowName] = {}
     for where, row in task_rows(path, columns):
         if (made := task_row(where, row)).get(IMAGES):
             names[len(rows)] = where
@@ -163,6 +169,7 @@ def task_rows(
     try:
         path = task_file(path)
         with os.fdopen(open_regular(path), "rb") as file:
+            rows: Iterator[tuple[RowName, dict[str, Any]]]
             match path.suffix:
                 case ".parquet":
                     found = enumerate(_parquet_rows(path, file, columns, first), first)

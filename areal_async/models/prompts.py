@@ -53,8 +53,15 @@ def prompt_text(
 
 def message_texts(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """Return a prompt without a template. It is the text, or the contents of the messages, joined by
-    newlines."""
-    return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
+    newlines. An image is `<image>`."""
+    return prompt if isinstance(prompt, str) else "\n".join(map(_content_text, prompt))
+
+
+def _content_text(message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
 
 
 def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[int]:

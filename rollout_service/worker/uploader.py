@@ -75,8 +75,7 @@ class PutBatch:
     media: dict[str, bytes]
 
     def as_message(self) -> GroupSamples:
-        parts = map(list, (self.episodes, self.routes, self.media))
-        return GroupSamples(self.lease_id, self.group_id, *parts)
+        return GroupSamples(self.lease_id, self.group_id, [*self.episodes], [*self.routes], [*self.media])
 
     def attachments(self) -> list[bytes]:
         return [*self.episodes.values(), *self.routes.values(), *self.media.values()]
