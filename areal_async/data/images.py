@@ -55,8 +55,8 @@ def inspect_image(data: bytes | memoryview) -> ImageFacts:
         raise ImageError(f"it has {width} x {height} pixels, and at most {MOST_PIXELS} are decoded")
     if min(width, height) < LEAST_SIDE or max(width, height) > MOST_RATIO * min(width, height):
         raise ImageError(f"it has {width} x {height} pixels, which is too thin for a vision model")
-    if getattr(image, "n_frames", 1) > 1:
-        raise ImageError(f"it has {image.n_frames} frames: give single images, as videos are not trained")
+    if (frames := getattr(image, "n_frames", 1)) > 1:
+        raise ImageError(f"it has {frames} frames: give single images, as videos are not trained")
     if _is_cut(str(image.format), bytes(data)):
         raise ImageError("its end is missing, so its pixels cannot be decoded")
     return ImageFacts(digest_of(data), FORMATS[str(image.format)], len(data), width, height)

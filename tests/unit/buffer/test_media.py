@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -34,11 +38,12 @@ from replay_buffer.attachments import MEDIA, AttachmentFiles, media_key
 from replay_buffer.ledger.decide import BytesLost
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.rules import Rules
+from tests.unit.buffer import dying_front
 from tests.unit.buffer.conftest import SAMPLING, CountedTasks, Driver, lease, serving
 from tests.unit.buffer.test_attachments import in_redis
 from tests.unit.buffer.test_server import opened, score
 from tests.vision import picture
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 
 def image(seed: int = 0, side: int = 32) -> bytes:
@@ -205,6 +210,29 @@ async def test_a_dropped_group_and_a_kill_between_file_and_ledger_leave_nothing(
         await until(lambda: not media_files(folder))
         await second.keep_task_images(group.group_id)
         assert media_files(folder) == []
+
+
+async def test_a_front_that_is_killed_between_the_file_and_the_ledger_leaves_no_second_file(
+    redis_url: str, job_name: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "episodes"
+    given = (redis_url, job_name, str(folder))
+    command = (sys.executable, "-m", "tests.unit.buffer.dying_front", *given)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    told, _ = await asyncio.wait_for(process.communicate(), LIMIT_S)
+    assert process.returncode == -signal.SIGKILL
+    group_id, lease_id = told.decode().split()
+    assert len(media_files(folder)) == 1
+    async with dying_front.front(*given) as front:
+        assert front.index.groups[group_id].held == []
+        group = SimpleNamespace(group_id=group_id, lease_id=lease_id)
+        for samples in ((0,), (0, 1)):  # the worker repeats its put, twice
+            assert (await dying_front.put(front, group, samples)).stored == [*samples]
+            await until(lambda: len(media_files(folder)) == 1)
+        found = await front.media([(group_id, digest_of(dying_front.IMAGE))])
+        assert found == [dying_front.IMAGE]
+        await front.execute(BytesLost(((group_id, 0),)))
+        await until(lambda: not media_files(folder))
 
 
 async def test_an_image_file_that_was_lost_is_read_from_the_task_file_again(picture_job: Any) -> None:
