@@ -269,22 +269,15 @@ class Coordinator:
         except StoreUnavailable as error:
             raise _unavailable(error) from error
 
-    async def routes(self, wanted: Sequence[tuple[str, int]]) -> list[memoryview | None]:
-        """Return routes by (group id, sample). None means that an episode has no routes."""
-        if self._store.attachments is None:
-            return [None] * len(wanted)
-        return await self._store.attachments.read([(id_, routes_key(sample)) for id_, sample in wanted])
+    async def attachments(self, wanted: Sequence[tuple[str, Key]]) -> list[memoryview | None]:
+        """Return attachments by (group id, key). None means that the files do not have it."""
+        files = self._store.attachments
+        return [None] * len(wanted) if files is None else await files.read(wanted)
 
     def media_size(self, group_id: str, digest: str) -> int | None:
         """Return the bytes of a group's medium, or None if its files do not have it."""
         files = self._store.attachments
         return None if files is None else files.size_of(group_id, media_key(digest))
-
-    async def media(self, wanted: Sequence[tuple[str, str]]) -> list[memoryview | None]:
-        """Return media by (group id, digest). None means that the group's files do not have it."""
-        if self._store.attachments is None:
-            return [None] * len(wanted)
-        return await self._store.attachments.read([(id_, media_key(digest)) for id_, digest in wanted])
 
     def has_media(self, group_id: str) -> bool:
         """Return whether episodes of the group may have media."""

@@ -64,7 +64,7 @@ from areal_async.trajectory import (
 )
 from areal_async.trajectory.layout import Media
 from replay_buffer import metrics
-from replay_buffer.attachments import AttachmentFiles
+from replay_buffer.attachments import AttachmentFiles, media_key, routes_key
 from replay_buffer.coordinator import Coordinator, GroupBytes
 from replay_buffer.ledger.batching import has_batch
 from replay_buffer.ledger.decide import DECIDES, stats
@@ -304,7 +304,7 @@ class BufferServer:
         ]
         if not message.routes:
             return Fetched(message.episode_ids, media=media), found
-        routes = await self._coordinator.routes(places)
+        routes = await self._coordinator.attachments([(id_, routes_key(sample)) for id_, sample in places])
         routed = {
             name: each for name, each in zip(message.episode_ids, routes, strict=True) if each is not None
         }
@@ -326,7 +326,8 @@ class BufferServer:
                     size_bytes += size
             if size_bytes >= MEDIA_BYTES:
                 break
-        read = await self._coordinator.media([(group_id, digest) for digest, group_id in wanted.items()])
+        named = [(group_id, media_key(digest)) for digest, group_id in wanted.items()]
+        read = await self._coordinator.attachments(named)
         found = {digest: data for digest, data in zip(wanted, read, strict=True) if data is not None}
         lost += [digest for digest in wanted if digest not in found]
         return FetchedMedia([*found], [digest for digest in lost if digest not in found]), [*found.values()]

@@ -53,7 +53,7 @@ def in_redis(redis: Any, job_name: str) -> bytes:
 
 
 def held_of(front: Any, group: Any) -> Any:
-    return front.routes([(group.group_id, sample) for sample in range(2)])
+    return front.attachments([(group.group_id, routes_key(sample)) for sample in range(2)])
 
 
 async def opened(front: Any) -> Any:
@@ -151,9 +151,7 @@ async def test_routes_over_the_wire(context: Any, blob: Any, job_name: str, redi
         for group in groups:
             blobs = [blob(job_name, group.group_id, sample) for sample in (0, 1)]
             request = PutEpisodes([GroupSamples(group.lease_id, group.group_id, [0, 1], [1])])
-            with pytest.raises(
-                FaultError, match="1 with routes, and 0 media, came with 2 attach"
-            ):
+            with pytest.raises(FaultError, match="1 with routes, and 0 media, came with 2 attach"):
                 await client.call(request, attachments=blobs)
             twice = PutEpisodes([GroupSamples(group.lease_id, group.group_id, [0, 1], [1, 1])])
             with pytest.raises(FaultError, match="2 with routes"):

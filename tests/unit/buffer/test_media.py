@@ -229,7 +229,7 @@ async def test_a_front_that_is_killed_between_the_file_and_the_ledger_leaves_no_
         for samples in ((0,), (0, 1)):  # the worker repeats its put, twice
             assert (await dying_front.put(front, group, samples)).stored == [*samples]
             await until(lambda: len(media_files(folder)) == 1)
-        found = await front.media([(group_id, digest_of(dying_front.IMAGE))])
+        found = await front.attachments([(group_id, media_key(digest_of(dying_front.IMAGE)))])
         assert found == [dying_front.IMAGE]
         await front.execute(BytesLost(((group_id, 0),)))
         await until(lambda: not media_files(folder))
