@@ -195,10 +195,10 @@ class BufferServer:
         else:
             with busy("serve"):
                 arrivals, media = self._read(message, blobs, given)
-        for number, of_samples in media.items():
-            arrivals[number], given[number] = await self._with_media(
-                arrivals[number], given[number], of_samples
-            )
+        for number, own in enumerate(given):
+            if own.media or number in media:
+                of_samples = media.get(number, {})
+                arrivals[number], given[number] = await self._with_media(arrivals[number], own, of_samples)
         return (await self._coordinator.store(StoreEpisodes(tuple(arrivals)), given)).reply
 
     async def _with_media(

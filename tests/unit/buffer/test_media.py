@@ -173,6 +173,16 @@ async def test_images_of_tools_come_once_and_wrong_or_missing_bytes_are_refused_
             await client.call(request, attachments=[b"x", tool])
 
 
+async def test_media_that_no_episode_names_are_not_kept(context: Any, job_name: str) -> None:
+    ctx = context()
+    async with serving(ctx) as client:
+        _, (group,) = await opened(client, 1)
+        request = PutEpisodes([GroupSamples(group.lease_id, group.group_id, [0], [], [digest_of(image(7))])])
+        parts = [blob_with(job_name, group.group_id, 0), image(7)]
+        assert (await client.call(request, attachments=parts)).groups[0].stored == [0]
+        assert media_files(ctx.run_dir / "buffer" / "episodes") == []
+
+
 async def test_a_dropped_group_and_a_kill_between_file_and_ledger_leave_nothing(
     a_front: Any, tmp_path: Path
 ) -> None:
