@@ -5,7 +5,9 @@ This module does not import numpy, because only a reward that uses the episode n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -13,12 +15,26 @@ import msgspec
 from areal_async.models.answers import opens_thought, spoken
 
 if TYPE_CHECKING:
-    from areal_async.base.records import Task
+    from areal_async.base.records import ImageFile, Task
     from areal_async.trajectory import Episode
     from areal_async.trajectory.layout import EpisodeHeader
 
 OF_TASK = ("ground_truth", "data_source", "ability", "reward_style", "extra_info")
 """Fields of an input that come from its task."""
+
+
+class RewardMedia(msgspec.Struct):
+    """An image of the task or of a tool, as the episode names it. `data` are the encoded bytes, as they came.
+    `areal_async.data.images.decode_image` decodes them safely."""
+
+    digest: str
+    media_type: str
+    size_bytes: int
+    data: bytes = b""
+
+    @classmethod
+    def of(cls, image: ImageFile) -> RewardMedia:
+        return cls(image.facts.digest, image.facts.media_type, image.facts.size_bytes, image.data)
 
 
 class RewardInput(msgspec.Struct, kw_only=True, dict=True):
@@ -47,6 +63,8 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
     here, because such episodes are scored without a call of the reward."""
     blob: bytes = b""
     """The episode's codec blob, or empty if the caller has only texts."""
+    media: list[RewardMedia] = []
+    """Images of the episode in order, each once."""
 
     @classmethod
     def to(cls, task: Task, **given: Any) -> Self:
@@ -55,9 +73,17 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
         return cls(is_chat=not isinstance(task.prompt, str), **shared, **given)
 
     @classmethod
-    def of_episode(cls, task: Task, header: EpisodeHeader, n_sampled: int, blob: bytes) -> Self:
+    def of_episode(
+        cls,
+        task: Task,
+        header: EpisodeHeader,
+        n_sampled: int,
+        blob: bytes,
+        media: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> Self:
         """Return the input of a reward: texts of the episode and ground truth of its task. `n_sampled` is the
-        number of tokens that the model sampled."""
+        number of tokens that the model sampled. `media` are bytes by digest, as far as they are known."""
+        named = {each.digest: (each.media_type, each.size_bytes) for each in header.media}
         return cls.to(
             task,
             prompt=header.prompt_text,
@@ -67,6 +93,7 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
             truncated=bool(header.calls) and header.calls[-1].finish_reason == "length",
             fault=header.fault,
             blob=blob,
+            media=[RewardMedia(digest, *facts, media.get(digest, b"")) for digest, facts in named.items()],
         )
 
     @cached_property

@@ -74,6 +74,9 @@ The attribute is a function marked `@reward`, or a `BackendReward` (`reward_serv
 outside the pool.
 """
 
+WITHOUT_MEDIA = BUILT_IN.keys() - {"weighted", "remote"}
+"""Rewards that judge only texts. They get no bytes of images."""
+
 MARK = "__areal_reward__"
 
 

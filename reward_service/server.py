@@ -27,13 +27,14 @@ from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
 from areal_async.base.verdicts import Failure, Score, Verdict, kind_of
 from areal_async.config.reward_routing import RewardSpec
+from areal_async.data.media import fetch_media
 from areal_async.rpc.client import Client, wait_out
 from areal_async.rpc.messages import Claim, ClaimedEpisode, EpisodeVerdict, PutVerdicts
 from areal_async.trajectory import TrajectoryError, read_header
 from reward_service import metrics
 from reward_service.backends import Call, set_within
 from reward_service.router import Router
-from reward_service.sdk import RewardInput
+from reward_service.sdk import WITHOUT_MEDIA, RewardInput
 
 log = get_logger("reward")
 
@@ -187,6 +188,7 @@ class RewardServer:
                 for item, blob in episodes:
                     self._end(held, item, len(blob), Failure("episode", str(error)), 0.0)
             else:
+                self._pending_bytes += sum(map(media_bytes, inputs))
                 items_of_call = (item for item, _ in episodes)
                 calls[held.spec.key].append(list(zip(items_of_call, inputs, strict=True)))
         for key, taken_calls in calls.items():
@@ -195,6 +197,8 @@ class RewardServer:
             submitting.add_done_callback(self._submitted)
 
     async def _submit(self, held: RewardState, calls: list[ClaimedCall]) -> None:
+        if held.spec.name not in WITHOUT_MEDIA and any(given.media for call in calls for _, given in call):
+            calls = await self._with_media(held, calls)
         first = self._call_numbers
         self._call_numbers += len(calls)
         now_s = time.monotonic()
@@ -208,7 +212,7 @@ class RewardServer:
             if self._calls_open == 0:
                 busy.end("score")
             for (item, given), verdict in zip(calls[index], verdicts, strict=True):
-                self._end(held, item, len(given.blob), verdict, elapsed_ms)
+                self._end(held, item, len(given.blob) + media_bytes(given), verdict, elapsed_ms)
 
         if self._calls_open == 0:
             busy.begin("score")
@@ -216,6 +220,31 @@ class RewardServer:
         is_group = held.spec.scope == "group"
         inputs: list[Call] = [[one for _, one in call] if is_group else call[0][1] for call in calls]
         await self._router.submit(held.spec, inputs, on_verdicts)
+
+    async def _with_media(self, held: RewardState, calls: list[ClaimedCall]) -> list[ClaimedCall]:
+        """Fetch the media of calls. Return the calls whose media have all come. The others get a verdict."""
+        wanted: defaultdict[str, list[str]] = defaultdict(list)
+        for item, given in itertools.chain(*calls):
+            if given.media:
+                wanted[item.episode_id.rpartition(".")[0]] += [each.digest for each in given.media]
+        while True:
+            try:
+                fetch = await fetch_media(self._buffer, wanted)
+                break
+            except (RpcTimeout, FaultError) as error:
+                await wait_out(error, "media", RETRY_PAUSE_S)
+        found = {digest: bytes(data) for digest, data in fetch.found.items()}
+        whole = []
+        for call in calls:
+            lost = [each.digest for _, given in call for each in given.media if each.digest in fetch.lost]
+            for item, given in call:
+                for each in given.media:
+                    each.data = found.get(each.digest, b"")
+                if lost:
+                    failure = Failure("episode", f"the buffer no longer has {lost[0]}")
+                    self._end(held, item, len(given.blob) + media_bytes(given), failure, 0.0)
+            whole += [] if lost else [call]
+        return whole
 
     def _submitted(self, task: asyncio.Task[None]) -> None:
         self._submitting.discard(task)
@@ -269,6 +298,11 @@ class RewardServer:
             self._room.set()
             if self.pending == 0:
                 self._idle.set()
+
+
+def media_bytes(given: RewardInput) -> int:
+    """Return the bytes of an input's media, whether they have come or not."""
+    return sum(each.size_bytes for each in given.media)
 
 
 def _as_event(item: EpisodeVerdict) -> list[str | float | None]:

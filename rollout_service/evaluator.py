@@ -50,7 +50,7 @@ from areal_async.service.samples import file_name, lines_of, sample_of, short_te
 from areal_async.trajectory import EpisodeBuilder, unpack
 from areal_async.weights.receiver import Receiver, make_receiver
 from reward_service.client import LocalScorer
-from reward_service.sdk import RewardInput
+from reward_service.sdk import WITHOUT_MEDIA, RewardInput
 from rollout_service import metrics
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import EngineError, Weights
@@ -181,6 +181,8 @@ class Evaluator:
     on_verdict: Callable[[Task, int, RewardInput, Verdict], None] = lambda *_: None
     """Callback with each task, sample number, answer and verdict."""
     on_answered: Callable[[], None] = lambda: None
+    whole: Callable[[Task], Task] = lambda task: task
+    """Function that returns a task with the bytes of its images (`TaskTable.whole`)."""
     begun_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -324,15 +326,19 @@ class Evaluator:
             sample=place,
             agents=self.gateway,
         )
+        task = await asyncio.to_thread(self.whole, task) if task.images else task
         work = self.workflow(ctx, task)
         limit_s, debug = self.job.rollout.episode_timeout_s, self.first_failure_ends
         episode, blob = await run_episode(ctx, work, limit_s, debug=debug)
         header = episode.header
+        media = {each.facts.digest: each.data for each in task.images} | ctx.new_media
+        if not media or self.scorer.routing.of(task).name in WITHOUT_MEDIA:
+            media = {}
         return _Answer(
             task=number,
             sample=sample,
             text=str(header.metadata.get("answer", header.response_text)).strip(),
-            given=RewardInput.of_episode(task, episode.header, episode.n_sampled, blob),
+            given=RewardInput.of_episode(task, episode.header, episode.n_sampled, blob, media),
         )
 
 
@@ -488,11 +494,13 @@ async def shared_evaluations(
     """Yield the evaluations of a worker whose job has held-out tasks. `engine` is the worker's engine."""
     job = ctx.job
     assert job.tasks.evaluation is not None
-    tasks = list(read_tasks(job.tasks.evaluation))
+    table = read_tasks(job.tasks.evaluation)
+    tasks = list(table)
     source, records = receiver_of(ctx, "evaluate"), open_records(ctx)
     try:
         async with LocalScorer(job.reward, workers=1, inline=ctx.inline) as scorer:
             how: Any = {"job": job, "gateway": gateway, "first_failure_ends": ctx.inline, "shares": True}
+            how["whole"] = table.whole
             how["limit_s"] = EVALUATION_LIMIT_S
             evaluator = Evaluator(engine, scorer, workflow_of(job), render, **how)
             yield SharedEvaluations(source, evaluator, tasks, records)
@@ -541,7 +549,8 @@ async def main(ctx: ServiceContext) -> None:
     if job.tasks.evaluation is None:
         raise EvaluationError("there is nothing to evaluate on: set tasks.evaluation in the job file")
     prepare_evaluation(job)
-    tasks = list(read_tasks(job.tasks.evaluation))
+    table = read_tasks(job.tasks.evaluation)
+    tasks = list(table)
     workflow = workflow_of(job)
     renders = make_renderers(job)
     gateway = make_gateway(ctx, trains=False)
@@ -568,6 +577,7 @@ async def main(ctx: ServiceContext) -> None:
                 gateway=gateway,
                 others=others,
                 first_failure_ends=ctx.inline,
+                whole=table.whole,
             )
             board.figures = lambda: ServiceFigures(doing=evaluator.doing())
             await follow(receiver, evaluator, tasks, records)

@@ -10,6 +10,7 @@ import psutil
 
 from areal_async.base.verdicts import Verdict
 from areal_async.config.reward import RewardSection
+from areal_async.data.images import digest_of
 from areal_async.trajectory import Call, EpisodeBuilder, Sampling, pack
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
@@ -18,10 +19,12 @@ from tests.waiting import deadline_s
 LIMIT_S = deadline_s(900)
 
 
-def episode_blob(response: str = "57", *, prompt: str = "12 + 45 =") -> bytes:
+def episode_blob(response: str = "57", *, prompt: str = "12 + 45 =", media: Sequence[bytes] = ()) -> bytes:
     """An episode of two segments and five units, the sampled ones of the versions 3 and 4."""
     builder = EpisodeBuilder("job", "t", "t#0", 0)
     root = builder.prompt([1, 2, 3])
+    for data in media:
+        builder.media(root, digest_of(data), "image/png", len(data), 0, 1)
     sampling = Sampling(1.0, 1.0, 0, 8, (), 7)
     builder.sampled([5, 6], [-0.5, -0.25], [3, 4], parent=root, call=Call(sampling=sampling))
     builder.text(prompt=prompt, response=response)

@@ -132,6 +132,9 @@ class ServeRequest(ToolRequest, frozen=True):
     episodes: Annotated[
         bool, Option("--episodes", help="Ask for whole episodes: for rewards that use given.episode.")
     ] = False
+    images: Annotated[
+        bool, Option("--images", help="Ask for the episodes' images: for rewards that use given.media.")
+    ] = False
 
 
 class PlanRequest(ToolRequest, frozen=True):

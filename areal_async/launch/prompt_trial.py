@@ -3,7 +3,8 @@
     python -P -m areal_async.launch.prompt_trial < JOB.json      prints the mistakes as a list in JSON
 
 The preflight (`preflight.py`) starts it, so that the command line loads no transformers. Torch is hidden from
-transformers: a tokenizer does not need torch, whose import would take most of the process's time."""
+transformers unless prompts have images: a tokenizer does not need torch, whose import would take most of the
+process's time."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ import json
 import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from areal_async.base.mistakes import Mistake
+from areal_async.base.records import ImageFile
 from areal_async.config.job import JobConfig
 from areal_async.data.chats import ChatError, answer_ids, whole_ids
 from areal_async.data.examples import Example, read_examples, tools_of
@@ -36,7 +39,11 @@ from areal_async.models.answers import (
 from areal_async.models.prompts import message_texts, prompt_ids, prompt_text, text_ids, with_template_args
 from areal_async.models.tokenizer import keep_class
 
+if TYPE_CHECKING:
+    from areal_async.models.vision import ImageProcessor
+
 MOST_ROWS = 200_000  # Most rows that are checked in one task file
+MOST_IMAGE_ROWS = 2_000  # Most rows of a file with images, because each image is read
 SAMPLE = 256  # Number of randomly drawn prompts whose tokens are checked
 TEMPLATE_TOKENS = 256  # Tokens that a chat template may add to a prompt
 UNKNOWN_SHARE = 0.1  # Share of unknown characters in sampled prompts that shows a wrong tokenizer
@@ -65,17 +72,19 @@ def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
 
 def _overlap(train: Path, evaluation: Path) -> Iterator[Mistake]:
     """Warn of held-out prompts that are in the training file too."""
-    files = (itertools.islice(task_rows(path), MOST_ROWS) for path in (train, evaluation))
-    learned, held = ({_prompt_key(task_row(where, row)["prompt"]) for where, row in rows} for rows in files)
+    learned, held = (
+        {_prompt_key(each.prompt, each.images) for each in _prompts(path)} for path in (train, evaluation)
+    )
     if both := learned & held:
         problem = f"{len(both)} of {len(held)} held-out prompts are in {train.name} too"
         fix = "Split again, all rows of a prompt on one side (docs/your-task.md#convert-a-data-set)"
         yield Mistake("tasks.evaluation", problem, fix, warns=True)
 
 
-def _prompt_key(prompt: Any) -> bytes:
-    """Return a key that is equal for equal prompts."""
+def _prompt_key(prompt: Any, images: Sequence[ImageFile] = ()) -> bytes:
+    """Return a key that is equal for equal prompts with equal images."""
     text = prompt.strip() if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=repr)
+    text += "".join(image.facts.digest for image in images)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
@@ -124,11 +133,12 @@ def _prompt_mistakes(
     prompts: list[TaskPrompt] = []
     try:
         if job.kind == "rl":
-            rows = itertools.islice(task_rows(path), MOST_ROWS)
-            prompts = [(where, task_row(where, row)["prompt"], tools_of(row, where)) for where, row in rows]
+            prompts = [*_prompts(path)]
+            if any(each.images for each in prompts):
+                _image_processor(job)
             some = drawn(prompts, SAMPLE)
-            spelled = tokens = [_prompt_tokens(tokenizer, *each) for each in some]
-            texts = [prompt_text(tokenizer, prompt, tools) for _, prompt, tools in some]
+            spelled = tokens = [_prompt_tokens(tokenizer, each) for each in some]
+            texts = [prompt_text(tokenizer, each.prompt, each.tools) for each in some]
         else:
             examples = itertools.islice(read_examples(path, job.kind)[1], MOST_ROWS)
             chosen = drawn(list(examples), SAMPLE)
@@ -159,17 +169,48 @@ def _prompt_mistakes(
         yield from _too_long(job, field, path, tokenizer, prompts)
 
 
-TaskPrompt = tuple[str, Any, Sequence[Any]]
-"""Place of a task in its file, its prompt, and the tool schemas for its template."""
+def _image_processor(job: JobConfig) -> ImageProcessor:
+    """Return the processor of the job's model. Raises `ChatError` if the model reads no images."""
+    from areal_async.models.vision import ImageProcessor, NoImages  # loads torch
 
-
-def _prompt_tokens(tokenizer: Any, where: str, prompt: Any, tools: Sequence[Any]) -> list[int]:
     try:
-        return prompt_ids(tokenizer, prompt, tools)
+        return ImageProcessor(job.model)
+    except NoImages as error:
+        problem = f"its prompts have images, and {error}"
+        raise ChatError(f"{problem}. Give a model that reads images, or tasks without images") from error
+
+
+class TaskPrompt(NamedTuple):
+    """Place of a task in its file, its prompt, the tool schemas for its template, and its images."""
+
+    where: str
+    prompt: Any
+    tools: Sequence[Any]
+    images: Sequence[ImageFile]
+
+
+def has_images(path: Path) -> bool:
+    """Return whether one of the first rows of a task file has images."""
+    with suppress(TaskFileError):
+        return any(row.get("images") for _, row in itertools.islice(task_rows(path), SAMPLE))
+    return False
+
+
+def _prompts(path: Path) -> Iterator[TaskPrompt]:
+    """Yield the prompts of a task file, up to a limit. Raises `TaskFileError`."""
+    most = MOST_IMAGE_ROWS if has_images(path) else MOST_ROWS
+    for where, row in itertools.islice(task_rows(path), most):
+        made = task_row(where, row)
+        yield TaskPrompt(where, made["prompt"], tools_of(row, where), made.get("images", ()))
+
+
+def _prompt_tokens(tokenizer: Any, given: TaskPrompt) -> list[int]:
+    try:
+        return prompt_ids(tokenizer, given.prompt, given.tools)
     except Exception as error:  # a template can raise anything
         raise ChatError(
-            f"{where}: the chat template fails on its prompt ({type(error).__name__}: {error!s:.200}). Mend "
-            "the row, or the template"
+            f"{given.where}: the chat template fails on its prompt ({type(error).__name__}: {error!s:.200}). "
+            "Mend the row, or the template"
         ) from error
 
 
@@ -193,20 +234,32 @@ def _too_long(
     length, limit = job.rollout.max_model_len, "rollout.max_model_len"
     # A token has at least one byte, so only long texts are tokenized.
     may_be = (
-        (prompt, tools)
-        for _, prompt, tools in prompts
-        if tools or len(message_texts(prompt).encode()) + TEMPLATE_TOKENS >= length
+        each
+        for each in prompts
+        if each.tools or each.images or len(message_texts(each.prompt).encode()) + TEMPLATE_TOKENS >= length
     )
-    counts = (len(prompt_ids(tokenizer, *each)) for each in may_be)
-    if too_long := [count for count in counts if count >= length]:
+    counts = []
+    tokens_of = _image_processor(job).tokens_of if any(each.images for each in prompts) else None
+    for each in may_be:
+        facts = [image.facts for image in each.images]
+        sizes = [tokens_of(each.width, each.height) for each in facts] if tokens_of is not None else []
+        # The template has one token for each image.
+        text = len(prompt_ids(tokenizer, each.prompt, each.tools)) - len(sizes)
+        counts.append((text + sum(sizes), sum(sizes)))
+    if too_long := [count for count in counts if count[0] >= length]:
+        longest, of_images = max(too_long)
         found = f"{len(too_long)} of {len(prompts)} prompts in {path} have {length} tokens or more"
-        why = f"(the longest {max(too_long)}), which leaves no room for an answer in {limit} = {length}"
-        yield Mistake(field, f"{found} {why}", f"Raise {limit}, or take them out of the file")
+        found += f" (the longest {longest}" + (f", {of_images} of them for images)" if of_images else ")")
+        why = f"which leaves no room for an answer in {limit} = {length}"
+        yield Mistake(field, f"{found}, {why}", f"Raise {limit}, or take them out of the file")
 
 
 if __name__ == "__main__":
     gc.disable()  # The process runs for a second or two, mostly for imports
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    found = tokenizer_mistakes(JobConfig.model_validate_json(sys.stdin.buffer.read()))
+    job = JobConfig.model_validate_json(sys.stdin.buffer.read())
+    files = [path for path in (job.tasks.train, job.tasks.evaluation) if path is not None]
+    if job.kind != "rl" or not any(map(has_images, files)):
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    found = tokenizer_mistakes(job)
     print(msgspec.json.encode(found).decode(), flush=True)
     os._exit(0)

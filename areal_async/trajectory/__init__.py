@@ -22,10 +22,18 @@ from areal_async.trajectory.layout import (
 from areal_async.trajectory.many import read_header, unpack_many
 from areal_async.trajectory.one_call import PromptedGroup
 from areal_async.trajectory.routes import pack_routes, with_routes
-from areal_async.trajectory.rows import Row, row_profile, row_sizes, seen_by, training_rows, untrainable
+from areal_async.trajectory.rows import (
+    Row,
+    row_media,
+    row_profile,
+    row_sizes,
+    seen_by,
+    training_rows,
+    untrainable,
+)
 
 __all__ = ["Call", "Episode", "EpisodeBuilder", "EpisodeLimits", "PolicyVersions", "PromptedGroup"]
 __all__ += ["Row", "Sampling"]
 __all__ += ["CodecError", "InvariantError", "SchemaError", "SegmentKind", "SizeError", "TrajectoryError"]
-__all__ += ["pack", "pack_routes", "read_header", "row_profile", "row_sizes", "seen_by", "training_rows"]
-__all__ += ["unpack", "unpack_many", "untrainable", "with_routes"]
+__all__ += ["pack", "pack_routes", "read_header", "row_media", "row_profile", "row_sizes", "seen_by"]
+__all__ += ["training_rows", "unpack", "unpack_many", "untrainable", "with_routes"]

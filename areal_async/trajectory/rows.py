@@ -9,13 +9,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from copy import copy
+from itertools import accumulate
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.trajectory.episode import Episode, PolicyVersions
-from areal_async.trajectory.layout import DEFAULT_LIMITS, Call, EpisodeLimits, SizeError, Units
+from areal_async.trajectory.layout import DEFAULT_LIMITS, Call, EpisodeLimits, Media, SizeError, Units
 
 
 class Row(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -77,6 +78,19 @@ def training_rows(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -
     mask = units.mask.tobytes()
     owned_paths = _owned_paths(parent, length, offset, mask, limits)
     return [_row(episode, path, owned, offset, length) for path, owned in owned_paths]
+
+
+def row_media(episode: Episode, row: Row) -> list[tuple[Media, int]]:
+    """Return the media that have units in a row of the episode, in the order of the tokens. With each comes
+    the position of its first unit in the row."""
+    starts = dict(zip(row.path, accumulate(row.lengths, initial=0), strict=False))
+    offset = episode.segments.offset
+    found = [
+        (media, starts[media.segment] + media.first_unit - int(offset[media.segment]))
+        for media in episode.header.media
+        if media.n_units and media.segment in starts
+    ]
+    return sorted(found, key=lambda each: each[1])
 
 
 def _is_chain(parent: list[int]) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from areal_async.base.records import Task
+from areal_async.base.records import ImageFile, Task
 from areal_async.base.verdicts import Abstain, Score
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.messages import (
@@ -121,6 +121,9 @@ class EndlessTasks:
 
     def task(self, row: int, pass_index: int) -> Task:
         return Task(f"{self.dataset_hash}:{row}:{pass_index}", "", data_source="simulation")
+
+    def images(self, row: int) -> Sequence[ImageFile]:
+        return ()
 
 
 class SimulatedJob:

@@ -40,7 +40,8 @@ def main(request: ServeRequest) -> None:
 
 async def serve(request: ServeRequest) -> None:
     """Serve until SIGTERM or SIGINT. Raises `ArealError` if the server cannot start."""
-    wants: tuple[Extra, ...] = ("blob",) if request.episodes else ()
+    asked: dict[Extra, bool] = {"blob": request.episodes, "media": request.images}
+    wants = tuple(extra for extra, is_asked in asked.items() if is_asked)
     args = arguments_in(request.args)
     offers = read_offers(request.rewards, wants, args, request.timeout_s)
     for offer in offers:

@@ -39,6 +39,7 @@ from areal_async.data.tasks import drawn, read_tasks
 from areal_async.models.prompts import message_texts
 from areal_async.show.progress import progress
 from reward_service.client import LocalScorer
+from reward_service.inputs import RewardMedia
 from reward_service.processes import on_print
 from reward_service.sdk import RewardInput
 
@@ -165,8 +166,9 @@ def read_samples(tasks: Path, column: str, limit: int) -> tuple[list[AnswerSampl
             told = f"column {column!r} must be a text or a list of texts; found {answer!r:.80}."
             raise SamplesError(f"{tasks}, row {row}: {told}")
         task = table.task(row)
-        prompt = message_texts(task.prompt)
-        samples += [AnswerSample(row, RewardInput.to(task, prompt=prompt, response=text)) for text in texts]
+        prompt, media = message_texts(task.prompt), [*map(RewardMedia.of, table.images(row))]
+        given = {"prompt": prompt, "media": media}
+        samples += [AnswerSample(row, RewardInput.to(task, response=text, **given)) for text in texts]
     drawn_by = f", {limit} of {len(table)} rows drawn at random (--limit)" if len(table) > limit else ""
     return samples, source + drawn_by
 

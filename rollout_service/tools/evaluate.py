@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 from rich.console import Console, Group
@@ -99,7 +99,8 @@ async def evaluated(ctx: ServiceContext, model: Path, limit: int | None, out: IO
     """Answer and score the first `limit` held-out tasks of the job. Raises the evaluator's errors."""
     job = ctx.job
     assert job.tasks.evaluation is not None
-    tasks: Sequence[Task] = list(read_tasks(job.tasks.evaluation))[:limit]
+    table = read_tasks(job.tasks.evaluation)
+    tasks: Sequence[Task] = list(table)[:limit]
     prepare_evaluation(job)
     renders, gateway = make_renderers(job), make_gateway(ctx, trains=False)
     engine = lone_engine(ctx)
@@ -107,7 +108,8 @@ async def evaluated(ctx: ServiceContext, model: Path, limit: int | None, out: IO
         async with LocalScorer(job.reward) as scorer:
             settle()
             workflow, render = workflow_of(job), renders[job.policy]
-            evaluator = Evaluator(engine, scorer, workflow, render, job=job, gateway=gateway)
+            how: Any = {"job": job, "gateway": gateway, "whole": table.whole}
+            evaluator = Evaluator(engine, scorer, workflow, render, **how)
             cut = 0
 
             def take(task: Task, sample: int, given: RewardInput, verdict: Verdict) -> None:

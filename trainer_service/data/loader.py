@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from areal_async.base.log import get_logger
+from areal_async.data.media import MediaFetch
 from areal_async.rpc.board import board
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import Batch, BatchEpisode, Fetch, NextBatch, Waiting
+from areal_async.trajectory import read_header
 from trainer_service.errors import BatchError
 from trainer_service.ranks import Ranks
 
@@ -28,11 +30,13 @@ log = get_logger("trainer")
 
 
 class FetchedBytes(dict[str, memoryview]):
-    """Codec blobs of episodes by id. `routes` has the bytes of their routes, if any, by id."""
+    """Codec blobs of episodes by id. `routes` has the bytes of their routes, if any, by id, and `media` those
+    of their images, by digest."""
 
     def __init__(self, blobs: Mapping[str, memoryview] | None = None) -> None:
         super().__init__(blobs or {})
         self.routes: dict[str, memoryview] = {}
+        self.media: dict[str, memoryview] = {}
 
 
 class BatchLoader:
@@ -91,7 +95,7 @@ class BatchLoader:
 
     def fetch(self, episodes: Sequence[BatchEpisode]) -> FetchedBytes:
         """Return the bytes of these episodes. All ranks call it. Raises `BatchError` if the number of answers
-        is wrong."""
+        is wrong, or the buffer has lost an image."""
         return self._ranks.together(lambda: self._fetch(episodes))
 
     def _fetch(self, episodes: Sequence[BatchEpisode]) -> FetchedBytes:
@@ -103,11 +107,26 @@ class BatchLoader:
             if len(found) != len(ids) + len(reply.routes):
                 raise BatchError(f"asked the buffer for {len(ids)} episodes, got {len(found)}")
             blobs.update(zip(ids, found, strict=False))
+            self._add_media(blobs, reply.media)
             # Routes that the buffer has already freed are empty.
             blobs.routes |= {
                 name: one for name, one in zip(reply.routes, found[len(ids) :], strict=True) if one
             }
         return blobs
+
+    def _add_media(self, blobs: FetchedBytes, episode_ids: Sequence[str]) -> None:
+        """Fetch the media that the headers of these episodes name."""
+        wanted: dict[str, list[str]] = {}
+        for episode_id in episode_ids:
+            named = (each.digest for each in read_header(blobs[episode_id])[0].media)
+            new = [digest for digest in named if digest not in blobs.media]
+            wanted.setdefault(episode_id.rpartition(".")[0], []).extend(new)
+        fetch = MediaFetch({group_id: some for group_id, some in wanted.items() if some})
+        while (request := fetch.request()) is not None:
+            fetch.take(*self._buffer.exchange(request))
+        for digest in fetch.lost:
+            raise BatchError(f"the buffer has lost the image {digest} of an episode in the batch")
+        blobs.media |= fetch.found
 
 
 def _by_units(episodes: Sequence[BatchEpisode], most: int) -> list[list[BatchEpisode]]:

@@ -216,21 +216,22 @@ class RemoteBackend(QueuedBackend):
         """Return the fault text of a refused call. The answer is at fault if the server accepts the same task
         with other answers."""
         if error.kind == "too_large" and len(inputs) <= replica.limits.max_inputs:
-            size_bytes = sum(map(len, _with_answers(inputs, "")))
+            size_bytes = sum(map(len, _with_answers(inputs, "", replica)))
             if size_bytes <= replica.limits.max_body_bytes - REQUEST_ROOM_BYTES:
                 return FaultOf.ANSWER
         if error.kind == "invalid":
             replica.state.begin()
             with contextlib.suppress(RemoteError):
-                await replica.score(_with_answers(inputs, NEUTRAL))
+                await replica.score(_with_answers(inputs, NEUTRAL, replica))
                 return FaultOf.ANSWER
         return FaultOf.INFRASTRUCTURE
 
 
-def _with_answers(inputs: list[RewardInput], response: str) -> list[msgspec.Raw]:
-    """Return the inputs in the form for sending, each with `response` as its answer."""
+def _with_answers(inputs: list[RewardInput], response: str, replica: RemoteServer) -> list[msgspec.Raw]:
+    """Return the inputs in the form for sending, each with `response` as its answer, and with its images."""
+    wants = {*replica.reward.wants} - {"blob"}
     bare = (msgspec.structs.replace(g, response=response, metadata={}, blob=b"") for g in inputs)
-    return [msgspec.Raw(msgspec.json.encode(to_wire(given, ()))) for given in bare]
+    return [msgspec.Raw(msgspec.json.encode(to_wire(given, wants))) for given in bare]
 
 
 def _read_verdict(raw: msgspec.Raw, given: RewardInput) -> Verdict:

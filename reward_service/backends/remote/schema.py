@@ -21,7 +21,7 @@ PROTOCOL = 1
 
 NOT_RUN = "not_run"  # kind of an error without a verdict that is not the input's fault
 
-Extra = Literal["blob"]
+Extra = Literal["blob", "media"]
 Status = Literal["ready", "starting", "draining"]
 RefusalKind = Literal[
     "protocol", "unauthorized", "unknown_reward", "invalid", "too_large", "busy", "unavailable", "internal"
@@ -56,7 +56,7 @@ class RewardInfo(msgspec.Struct, frozen=True):
     """Text that changes whenever the reward changes."""
     scope: Scope = "episode"
     wants: tuple[Extra, ...] = ()
-    """Additional data that its inputs must contain: `blob` is the encoded episode."""
+    """Additional data that its inputs must contain: `blob` is the encoded episode, `media` are its images."""
     description: str = ""
 
 
@@ -81,8 +81,8 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class Input(RewardInput, kw_only=True):
-    """An input to score, with the episode's id for logs. `blob` is base64 in JSON, and empty unless the
-    reward wants it."""
+    """An input to score, with the episode's id for logs. `blob` and the data of `media` are base64 in JSON,
+    and empty unless the reward wants them."""
 
     episode_id: str = ""
 
@@ -128,9 +128,11 @@ class Verdicts(msgspec.Struct, frozen=True):
 
 
 def to_wire(given: RewardInput, wants: Collection[Extra]) -> Input:
-    """Return the input in the form for sending, with its episode only if the reward wants it. Raises
-    `TrajectoryError` for a damaged episode."""
+    """Return the input in the form for sending. It has its episode and its images only if the reward wants
+    them. Raises `TrajectoryError` for a damaged episode."""
     values = {name: getattr(given, name) for name in RewardInput.__struct_fields__}
     if "blob" not in wants:
         values["blob"] = b""
+    if "media" not in wants:
+        values["media"] = []
     return Input(**values, episode_id=unpack(given.blob).episode_id if given.blob else "")

@@ -11,7 +11,7 @@ FILE = Path(__file__).with_name("misbehaving.py")
 @pytest.fixture
 def section():
     def build(function="behave", **settings):
-        return RewardSection(name=f"{FILE}:{function}", **{"timeout_s": 20.0, **settings})
+        return RewardSection(**{"name": f"{FILE}:{function}", "timeout_s": 20.0, **settings})
 
     return build
 

@@ -5,7 +5,7 @@ import time
 
 from areal_async.base.errors import RpcTimeout
 from areal_async.base.records import Task
-from areal_async.rpc.messages import ClaimedEpisode, Claims, Refusal, VerdictAck
+from areal_async.rpc.messages import ClaimedEpisode, Claims, FetchedMedia, Refusal, VerdictAck
 from reward_service.router import Router, watch
 from reward_service.server import RewardServer
 from tests.callers import FakeCaller
@@ -26,6 +26,8 @@ class FakeBuffer(FakeCaller):
         self.away = False
         self.turned_away = 0
         self.fault = None
+        self.media = {}
+        self.media_asked = []
         self.holds = []
         self.refuse = set()
         self.arrived = asyncio.Event()
@@ -57,6 +59,14 @@ class FakeBuffer(FakeCaller):
         self.claims += [item.episode_id for item, _ in out]
         self.changed.set()
         return Claims([item for item, _ in out]), [memoryview(blob) for _, blob in out]
+
+    async def fetch_media(self, groups):
+        self.answer()
+        self.media_asked.append(groups)
+        wanted = list(dict.fromkeys(digest for some in groups.values() for digest in some))
+        found = [digest for digest in wanted if digest in self.media]
+        lost = [digest for digest in wanted if digest not in self.media]
+        return FetchedMedia(found, lost), [memoryview(self.media[digest]) for digest in found]
 
     async def put_verdicts(self, scorer, verdicts):
         self.answer()

@@ -5,6 +5,8 @@ import os
 import time
 from pathlib import Path
 
+import blake3
+
 from areal_async.base.verdicts import Failure, FaultOf, Parts, Timeout
 from reward_service.sdk import RewardInput, Score, reward
 
@@ -36,6 +38,18 @@ def many(inputs: list[RewardInput]):
         with Path(log).open("a") as file:
             file.write(f"{len(inputs)}\n")
     return [float("nan") if given.response == "nan" else float(given.response) for given in inputs]
+
+
+@reward
+def pictures(given: RewardInput):
+    """The bytes of all images, if each is named by its digest."""
+    named = all(each.digest == f"blake3:{blake3.blake3(each.data).hexdigest()}" for each in given.media)
+    return Score(float(named), {each.media_type: float(len(each.data)) for each in given.media})
+
+
+@reward(scope="group")
+def pictures_of_groups(inputs: list[RewardInput]):
+    return [pictures(given) for given in inputs]
 
 
 @reward(scope="group")

@@ -2,21 +2,27 @@
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY
 
-from areal_async.base.errors import FaultError
+from areal_async.base.errors import FaultError, RpcTimeout
 from areal_async.base.verdicts import Failure, Score, Timeout
 from areal_async.config.job import JobConfig
+from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import RewardSpec
+from areal_async.data.images import digest_of
 from areal_async.service.main import restart_may_help
 from reward_service import __main__ as own
 from reward_service import metrics
 from reward_service.sdk import RewardLoadError
 from reward_service.server import RewardServer
 from tests.contexts import context_for_test
+from tests.scoring import episode_blob
 from tests.unit.reward.fake_buffer import FakeBuffer, serve
+
+KINDS = Path(__file__).with_name("kinds.py")
 
 
 def test_every_claimed_episode_gets_one_verdict_whatever_the_reward_does(section):
@@ -194,3 +200,67 @@ async def test_a_reward_process_starts_again_while_its_reward_is_away_if_it_was_
     with pytest.raises(RewardLoadError) as caught:
         await own.main(ctx)
     assert restart_may_help(caught.value, served=False) is (may_pass and served_before)
+
+
+@pytest.mark.parametrize("scope", ["episode", "group"])
+def test_rewards_get_the_images_of_their_episodes_and_each_is_fetched_once_for_a_claim(section, scope):
+    one, other = b"first image", b"second image"
+
+    async def drive(buffer):
+        buffer.media = {digest_of(data): data for data in (one, other)}
+        blobs = [episode_blob("r", media=[one, one]), episode_blob("r", media=[other])]
+        buffer.ids = [
+            buffer.store("r", group="g", sample=n, scope=scope, blob=blobs[n % 2]) for n in range(6)
+        ]
+        buffer.ids += [buffer.store("r", group="h", scope=scope, blob=blobs[0])]
+        await buffer.has(*buffer.ids)
+
+    name = "pictures" if scope == "episode" else "pictures_of_groups"
+    buffer = serve(section(scope=scope, name=f"{KINDS}:{name}"), drive)
+    sizes = [float(len(data)) for data in (one, other)]
+    expected = [Score(1.0, {"image/png": sizes[n % 2]}) for n in range(6)] + [
+        Score(1.0, {"image/png": sizes[0]})
+    ]
+    assert [buffer.taken[each].verdict for each in buffer.ids] == expected
+    for asked in buffer.media_asked:
+        assert all(len(some) == len(set(some)) for some in asked.values())
+
+
+def test_an_episode_whose_image_is_lost_gets_an_error_and_others_their_scores(section):
+    async def drive(buffer):
+        buffer.media = {digest_of(b"held"): b"held"}
+        blobs = [episode_blob("r", media=[data]) for data in (b"held", b"lost")]
+        buffer.ids = [buffer.store("r", group=f"g{n}", blob=blob) for n, blob in enumerate(blobs)]
+        await buffer.has(*buffer.ids)
+
+    buffer = serve(section(name=f"{KINDS}:pictures"), drive)
+    held, lost = (buffer.taken[each].verdict for each in buffer.ids)
+    assert held == Score(1.0, {"image/png": 4.0})
+    assert (lost.kind, lost.message) == ("episode", f"the buffer no longer has {digest_of(b'lost')}")
+
+
+def test_a_reward_of_texts_has_no_images_fetched():
+    async def drive(buffer):
+        await buffer.has(buffer.store("57", blob=episode_blob("57", media=[b"image"])))
+
+    buffer = serve(RewardSection(name="exact_match"), drive)
+    assert [one.verdict.value for one in buffer.taken.values()] == [1.0]
+    assert buffer.media_asked == []
+
+
+def test_an_outage_of_the_buffer_delays_images_and_loses_no_verdict(section):
+    async def drive(buffer):
+        buffer.media = {digest_of(b"held"): b"held"}
+        answers = iter([RpcTimeout("nobody answers")])
+        fetch = buffer.fetch_media
+
+        async def fetch_media(groups):
+            for error in answers:
+                raise error
+            return await fetch(groups)
+
+        buffer.fetch_media = fetch_media
+        await buffer.has(buffer.store("r", blob=episode_blob("r", media=[b"held"])))
+
+    buffer = serve(section(name=f"{KINDS}:pictures"), drive)
+    assert [one.verdict.value for one in buffer.taken.values()] == [1.0]

@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from areal_async.base.records import Task
 from areal_async.base.verdicts import Abstain, Score, Verdict
 from areal_async.cli.tools import AnswersRequest, EvaluateRequest
 from areal_async.config.job import JobConfig, merged
+from areal_async.data.tasks import read_tasks
 from areal_async.models.answers import Detokenizer
 from areal_async.rpc.weights_messages import NoNews
 from areal_async.service.record import RunLog
@@ -35,6 +37,7 @@ from rollout_service.tools.serving import lone_evaluator, target_of
 from rollout_service.workflows import PolicyEngine, Renderer, load_workflow
 from tests.contexts import context_for_test
 from tests.unit.rollout.fakes import ScriptedSource, notice
+from tests.vision import picture
 from tests.waiting import LIMIT_S
 
 
@@ -70,6 +73,7 @@ async def run(
     *,
     engine: Any = None,
     give_up_s: float = 600.0,
+    whole: Any = lambda task: task,
     **config: Any,
 ) -> Any:
     scorer, config_of = scorer or Exact(), job(made, **config)
@@ -77,7 +81,7 @@ async def run(
     replicas = ReplicaSet(lambda _: engine, stuck_s=config_of.rollout.stuck_s)
     render = Renderer(AutoTokenizer.from_pretrained(made.directory))
     workflow = workflow or load_workflow("single_turn")
-    evaluator = Evaluator(replicas, scorer, workflow, render, job=config_of)
+    evaluator = Evaluator(replicas, scorer, workflow, render, job=config_of, whole=whole)
     path = tmp_path / "metrics.jsonl"
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -395,3 +399,30 @@ def test_answers_of_a_model_have_a_length_that_ends(endless, tmp_path, asked, po
     (model / "config.json").write_text(json.dumps(config))
     with target_of(str(model)) as target, lone_evaluator(target, asked, {"evaluation": {}}) as ctx:
         assert ctx.job.evaluation_sampling.max_new_tokens == tokens
+
+
+@pytest.mark.parametrize(("reward", "gets_bytes"), [("exact_match", False), ("own.py:score", True)])
+async def test_held_out_tasks_with_images_are_answered_and_scored_with_their_bytes(
+    endless: Any, tmp_path: Path, reward: str, gets_bytes: bool
+) -> None:
+    picture(8, 8).save(tmp_path / "a.png")
+    row = {"prompt": "1+1=", "images": ["a.png"], "reward_model": {"style": "rule", "ground_truth": "2"}}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(row))
+    table, data, seen = read_tasks(tmp_path / "tasks.jsonl"), (tmp_path / "a.png").read_bytes(), []
+
+    async def workflow(ctx: Any, task: Task) -> None:
+        await ctx.generate("1+1=")
+        ((facts, found),) = task.images
+        seen.append(found)
+        ctx.builder.media(0, facts.digest, facts.media_type, facts.size_bytes, 0, 1)
+
+    class Looking(Exact):
+        routing = SimpleNamespace(of=lambda task: SimpleNamespace(name=reward))
+
+        async def score(self, inputs: Sequence[Any], groups: Any = None) -> list[Verdict]:
+            seen.extend(each.data for given in inputs for each in given.media)
+            return [Score(1.0) for _ in inputs]
+
+    source = ScriptedSource(notice(0, final=True), opens={0: endless.weights(0)})
+    await run(endless, tmp_path, source, list(table), Looking(), workflow, whole=table.whole)
+    assert seen == [data, data if gets_bytes else b""]

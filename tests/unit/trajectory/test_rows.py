@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.trajectory import EpisodeBuilder, EpisodeLimits, SegmentKind, SizeError, training_rows
+from areal_async.trajectory import (
+    EpisodeBuilder,
+    EpisodeLimits,
+    SegmentKind,
+    SizeError,
+    row_media,
+    training_rows,
+)
 from tests.unit.trajectory.conftest import add_call
 
 
@@ -52,3 +59,27 @@ def test_a_tree_whose_shared_prefixes_would_blow_up_is_refused_before_it_does():
         training_rows(star, limits=EpisodeLimits(row_units=199))
     with pytest.raises(SizeError):
         training_rows(star, limits=EpisodeLimits(row_segments=99))
+
+
+def test_the_media_of_a_row_are_those_of_its_path_with_their_positions_in_the_row():
+    builder = EpisodeBuilder("j", "t", "g", 0)
+    builder.observed(SegmentKind.PROMPT, [1, 2, 3, 4], None)
+    for branch in range(2):
+        call = add_call(builder, [5, 6], [-1.0, -2.0], 0, parent=0, epoch=1)
+        tool = builder.observed(SegmentKind.TOOL, [7, 8, 9], call)
+        builder.media(tool, f"blake3:{branch:02x}", "image/png", 3, 1, 2)
+        add_call(builder, [10], [-1.0], 0, parent=tool, epoch=1)
+    builder.media(0, "blake3:ff", "image/png", 3, 1, 2)
+    builder.media(0, "blake3:ee", "image/png", 3)  # has no units
+    episode = builder.build()
+    found = [
+        [(media.digest, first) for media, first in row_media(episode, row)] for row in training_rows(episode)
+    ]
+    assert found == [[("blake3:ff", 1), (f"blake3:{branch:02x}", 7)] for branch in range(2)]
+    for row in training_rows(episode):
+        for media, first in row_media(episode, row):
+            units = slice(media.first_unit, media.first_unit + media.n_units)
+            assert (
+                row.token_ids[first : first + media.n_units].tolist()
+                == episode.units.token_id[units].tolist()
+            )

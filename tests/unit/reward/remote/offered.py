@@ -41,5 +41,10 @@ def units(given: RewardInput) -> float:
 
 
 @reward
+def pictures(given: RewardInput) -> float:
+    return float(sum(len(each.data) for each in given.media))
+
+
+@reward
 def needs(given: RewardInput, *, word: str) -> float:
     return float(word in given.response)

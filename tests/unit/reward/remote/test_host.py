@@ -12,16 +12,18 @@ from typing import NamedTuple
 
 import aiohttp
 import jsonschema
+import msgspec
 import psutil
 import pytest
 import yaml
 
 from areal_async.base.errors import ArealError, EndpointError
-from areal_async.base.verdicts import Abstain, Score, Timeout
+from areal_async.base.verdicts import Abstain, FaultOf, Score, Timeout
 from areal_async.cli.tools import ServeRequest
 from reward_service.backends.remote.host.http import http_server, http_socket, tls_of
 from reward_service.backends.remote.host.service import ScoringService, read_offers
 from reward_service.backends.remote.schema import RequestLimits
+from reward_service.inputs import RewardMedia
 from reward_service.pool.pool import WorkerPool
 from reward_service.sdk import RewardLoadError
 from reward_service.tools.serve import serve as run_server
@@ -117,6 +119,29 @@ async def test_a_server_that_asks_for_episodes_gets_them_as_base64_in_json(host,
         _, _, answer = await post(server.url, sent)
     assert found == [Score(5.0)]
     assert answer["verdicts"][0]["value"] == 5.0
+
+
+async def test_a_server_that_asks_for_images_gets_them_and_no_other_server_does(host, backend, collect):
+    images = [RewardMedia(f"blake3:{n:02x}", "image/png", 5, b"\0\xffxyz") for n in range(2)]
+    async with host("pictures", wants=("media",)) as server:
+        async with backend(server.url) as entered:
+            found = await collect(entered, [given("57", media=images, blob=episode_blob())])
+        sent = body("57", reward="pictures")
+        sent["inputs"][0]["media"] = json.loads(msgspec.json.encode(images))
+        check("Request", sent)
+        _, _, answer = await post(server.url, sent)
+    assert found == [Score(10.0)]
+    assert answer["verdicts"][0]["value"] == 10.0
+    async with host("pictures") as server, backend(server.url) as entered:
+        assert await collect(entered, [given("57", media=images)]) == [Score(0.0)]
+
+
+async def test_images_that_are_too_large_for_a_server_are_not_the_fault_of_the_answer(host, backend, collect):
+    async with host("pictures", wants=("media",), max_body_bytes=100_000) as server:
+        async with backend(server.url) as entered:
+            image = RewardMedia("blake3:00", "image/png", 200_000, bytes(200_000))
+            (verdict,) = await collect(entered, [given("57", media=[image])])
+    assert (verdict.kind, verdict.fault) == ("remote", FaultOf.INFRASTRUCTURE)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,52 @@
+"""The check of a job with images: their tokens count, and the model must read images."""
+
+import json
+
+import pytest
+
+from areal_async.config.job import JobConfig
+from areal_async.launch.prompt_trial import tokenizer_mistakes
+from tests.vision import picture, write_vision_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_vision_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def job(tmp_path, model):
+    def made(max_model_len, *, of=model, evaluation=None):
+        truth = {"style": "rule", "ground_truth": "1"}
+        for name, seed in {"train": 0, "held": evaluation}.items():
+            picture(32, 16, seed or 0).save(tmp_path / f"{name}.png")
+            row = {"prompt": "1+1=", "images": [f"{name}.png"] * 2, "reward_model": truth}
+            (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+        tasks = {"train": str(tmp_path / "train.jsonl")}
+        if evaluation is not None:
+            tasks["evaluation"] = str(tmp_path / "held.jsonl")
+        rollout = {"max_model_len": max_model_len, "sampling": {"max_new_tokens": 4}}
+        content = {"job": "j", "model": str(of), "run_dir": str(tmp_path), "tasks": tasks, "rollout": rollout}
+        return JobConfig.model_validate(content)
+
+    return made
+
+
+def test_tokens_of_images_count_in_the_length_of_a_prompt(job):
+    """Each of the two images is 4 x 2 tokens between two marks, and the text is 4 tokens."""
+    assert tokenizer_mistakes(job(25)) == []
+    (mistake,) = tokenizer_mistakes(job(24))
+    assert "1 of 1 prompts" in str(mistake)
+    assert "(the longest 24, 16 of them for images)" in str(mistake)
+
+
+def test_a_model_that_reads_no_images_is_refused(job, chat_model):
+    (mistake,) = (each for each in tokenizer_mistakes(job(25, of=chat_model)) if not each.warns)
+    assert str(mistake).startswith("tasks.train: its prompts have images, and ")
+    assert "of type qwen2, which reads no images. Give a model that reads images" in str(mistake)
+
+
+def test_the_same_question_about_another_image_is_another_prompt(job):
+    assert tokenizer_mistakes(job(25, evaluation=1)) == []
+    (warning,) = tokenizer_mistakes(job(25, evaluation=0))
+    assert "1 of 1 held-out prompts are in train.jsonl too" in str(warning)
