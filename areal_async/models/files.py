@@ -86,6 +86,17 @@ def _of_config(folder: Path, names: tuple[str, ...]) -> int:
         return 0
 
 
+PLACEHOLDERS = [f"{kind}_token_{name}" for kind in ("image", "video", "audio") for name in ("id", "index")]
+"""Names in configurations for the ids of tokens that stand for images, videos and sounds."""
+
+
+def placeholder_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ids of tokens that stand for images, videos and sounds, from a config.json. A policy never
+    samples them, because nothing could take their place."""
+    found = {config.get(name) for name in PLACEHOLDERS}
+    return tuple(sorted(token for token in found if isinstance(token, int) and token >= 0))
+
+
 def cannot_be_packed(config: Mapping[str, Any]) -> str:
     """Return the reason why the trainer refuses a model with this config.json, or "" if there is none. This
     check finds common reasons without torch; the trainer's probe of the model decides."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,17 @@ class Weights(Protocol):
         ...
 
 
+class RequestImage(NamedTuple):
+    """An image in a prompt. Its placeholder tokens are tokens [first, first + count) of the prompt."""
+
+    digest: str
+    """`blake3:<hex>` of `data`"""
+    data: bytes
+    """The file of the image, in a format that `areal_async.data.images` reads."""
+    first: int
+    count: int
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """Continuation of `prompt_ids` (at least one id). `request_id` is unique among the requests in flight."""
@@ -95,6 +106,8 @@ class GenerateRequest:
     deadline_s: float | None = None
     """Time on `time.monotonic`'s clock after which the request ends with `DeadlinePassed`. `ReplicaSet`
     enforces it by cancelling the call, so an engine need not."""
+    media: tuple[RequestImage, ...] = ()
+    """Images in the order of their tokens. All placeholder tokens of the prompt belong to one of them."""
 
 
 @dataclass(frozen=True, slots=True)
