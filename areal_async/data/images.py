@@ -79,6 +79,20 @@ def decode_image(data: bytes | memoryview) -> Image:
         raise ImageError(f"its pixels cannot be decoded: {_first_line(error)}") from error
 
 
+def plain_image(data: bytes) -> tuple[str, bytes]:
+    """Return the media type and the bytes of an image that every decoder reads as `decode_image` does. An
+    image with transparent pixels, a palette or a rotation becomes a PNG. Raises `ImageError`."""
+    from PIL.ExifTags import Base
+
+    facts, image = inspect_image(data), _opened(data)
+    turned = image.getexif().get(Base.Orientation, 1) != 1
+    if image.mode in ("RGB", "L") and not turned and "transparency" not in image.info:
+        return facts.media_type, data
+    file = io.BytesIO()
+    decode_image(data).save(file, "PNG", compress_level=1)
+    return FORMATS["PNG"], file.getvalue()
+
+
 def _opened(data: bytes | memoryview) -> Image:
     from PIL import Image as pillow  # takes 50 ms, and most jobs have no images
 

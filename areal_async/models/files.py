@@ -90,6 +90,13 @@ PLACEHOLDERS = [f"{kind}_token_{name}" for kind in ("image", "video", "audio") f
 """Names in configurations for the ids of tokens that stand for images, videos and sounds."""
 
 
+def image_token(config: Mapping[str, Any]) -> int | None:
+    """Return the id of the token that stands for a feature of an image, from a config.json. Return None if
+    the model reads no images."""
+    found = config.get("image_token_id", config.get("image_token_index"))
+    return found if isinstance(found, int) and config.get("vision_config") else None
+
+
 def placeholder_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the ids of tokens that stand for images, videos and sounds, from a config.json. A policy never
     samples them, because nothing could take their place."""

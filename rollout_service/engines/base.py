@@ -254,6 +254,23 @@ def checked_ids(prompt_ids: Sequence[int] | npt.NDArray[Any], *, vocab_size: int
     return ids.astype(np.int32, copy=ids.flags.writeable)
 
 
+def check_images(ids: Ids, media: Sequence[RequestImage], placeholder: int) -> None:
+    """Raise `RequestError` unless the placeholder tokens of a prompt are those of its images, in order."""
+    found, end = 0, 0
+    for number, image in enumerate(media):
+        span = ids[image.first : image.first + image.count]
+        inside = image.first >= end and len(span) == image.count > 0
+        if not inside or span[0] != placeholder or span[-1] != placeholder:
+            raise RequestError(
+                f"image {number} has tokens {image.first} to {image.first + image.count}, which are no "
+                f"placeholder tokens (id {placeholder}) of its own"
+            )
+        end = image.first + image.count
+        found += int((span == placeholder).sum())
+    if (count := int((ids == placeholder).sum())) != found:
+        raise RequestError(f"a prompt has {count} placeholder tokens, and its images have {found}")
+
+
 def check_sampling(sampling: Sampling) -> None:
     """Raise `RequestError` for parameters with which no engine can sample."""
     checks: Sequence[tuple[str, Any, bool, str]] = (

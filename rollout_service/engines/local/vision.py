@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from areal_async.data.images import ImageError, decode_image
 from areal_async.models.vision import ImageProcessor, NoImages
-from rollout_service.engines.base import Ids, RequestError, RequestImage
+from rollout_service.engines.base import Ids, RequestError, RequestImage, check_images
 
 REMEMBERED_BYTES = 256 << 20
 """Bytes of features that are kept. The samples of a group have the same images."""
@@ -84,20 +84,7 @@ class Vision:
     def check(self, prefix: Prefix) -> None:
         """Raise `RequestError` unless the placeholder tokens of a prompt are those of its images, in order.
         Safe on any thread."""
-        ids, placeholder = prefix.ids, self._processor.placeholder_id
-        found, end = 0, 0
-        for number, image in enumerate(prefix.media):
-            span = ids[image.first : image.first + image.count]
-            inside = image.first >= end and len(span) == image.count > 0
-            if not inside or span[0] != placeholder or span[-1] != placeholder:
-                raise RequestError(
-                    f"image {number} has tokens {image.first} to {image.first + image.count}, which are no "
-                    f"placeholder tokens (id {placeholder}) of its own"
-                )
-            end = image.first + image.count
-            found += int((span == placeholder).sum())
-        if (count := int((ids == placeholder).sum())) != found:
-            raise RequestError(f"a prompt has {count} placeholder tokens, and its images have {found}")
+        check_images(prefix.ids, prefix.media, self._processor.placeholder_id)
 
     def read(self, prefix: Prefix) -> Sighted:
         """Compute the images of a prompt. Return its positions. Raises `RequestError` if an image cannot be
