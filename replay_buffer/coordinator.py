@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,9 +29,11 @@ from areal_async.base.errors import FaultError
 from areal_async.base.events import failpoint, record, recording
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
-from areal_async.base.records import Task
+from areal_async.base.records import ImageFile, Task
+from areal_async.data.tasks import TaskFileError
 from areal_async.rpc.messages import Arrived, Lease, Leases, PutAck
 from areal_async.rpc.schema import Message
+from replay_buffer.attachments import AttachmentFile, Key, media_key, routes_key
 from replay_buffer.ledger.decide import (
     BufferStarted,
     BytesLost,
@@ -50,7 +52,6 @@ from replay_buffer.redis.address import StoreError, StoreUnavailable, Trouble
 from replay_buffer.redis.large import BlobRef
 from replay_buffer.redis.store import Opened, Store
 from replay_buffer.redis.writer import Bytes, LedgerClock
-from replay_buffer.routes import RoutesFile
 
 BEAT_S = 0.5  # Longest time between two looks at the clock
 OUTAGE_MS = 3_000  # A longer gap between two looks counts as an outage of this process
@@ -71,11 +72,17 @@ log = get_logger("buffer")
 
 
 class GroupBytes(NamedTuple):
-    """The bytes of one group in a put: its episodes, and the routes of the samples in `routed`."""
+    """The bytes of one group in a put: its episodes, the routes of the samples in `routed`, and new media by
+    digest."""
 
     blobs: Sequence[Bytes]
     routed: Sequence[int] = ()
     routes: Sequence[memoryview] = ()
+    media: Mapping[str, memoryview] = {}
+
+    def attachments(self) -> dict[Key, memoryview]:
+        routes = zip(map(routes_key, self.routed), self.routes, strict=True)
+        return {**dict(routes), **{media_key(digest): data for digest, data in self.media.items()}}
 
 
 class Coordinator:
@@ -173,18 +180,18 @@ class Coordinator:
         return decision
 
     async def store(self, command: StoreEpisodes, given: Sequence[GroupBytes]) -> Decision:
-        """Execute a put with the bytes of each of its groups. Before the decision, write large episodes to
-        disk, and also routes if this front stores routes."""
+        """Execute a put with the bytes of each of its groups. Before the decision, write large episodes and
+        attachments to disk."""
         self._ready()
         placed: list[Bytes | BlobRef] = []
         files: list[tuple[str, str]] = []  # Names of files with large episodes, and their groups
-        routed: list[tuple[str, dict[int, RoutesFile]]] = []
-        kept = self._store.routes
+        attached: list[tuple[str, dict[Key, AttachmentFile]]] = []
         stored: dict[str, Sequence[int]] = {}
         try:
             for group_id, own in zip((put.group_id for put in command.groups), given, strict=True):
-                if kept is not None and own.routed:
-                    routed.append((group_id, await kept.write(group_id, own.routed, own.routes)))
+                if self._store.attachments is not None and (more := own.attachments()):
+                    attached.append((group_id, await self._store.attachments.write(group_id, more)))
+                    failpoint("buffer.after_attachments")
                 blobs, name = await self._store.place_large(own.blobs)
                 placed += blobs
                 if name:
@@ -196,17 +203,24 @@ class Coordinator:
                 stored = {put.group_id: answer.stored for put, answer in answers}
             return decision
         except OSError as error:
-            log.error("episodes cannot be written to disk", error=str(error))
-            raise FaultError("unavailable", f"episodes cannot be written: {error}", FULL_RETRY_MS) from error
+            raise _not_written(error) from error
         finally:
             for name, group_id in files:
                 self._store.settled(name, group_id)
-            for group_id, written in routed:
-                assert kept is not None
-                # The group may have been freed since.
-                group = self.index.groups.get(group_id) if self.index is not None else None
-                held = group.held if group is not None else ()
-                kept.settled(group_id, written, stored={*stored.get(group_id, ())}.intersection(held))
+            for group_id, written in attached:
+                self._settle(group_id, written, stored.get(group_id, ()))
+
+    def _settle(
+        self, group_id: str, written: Mapping[Key, AttachmentFile], stored: Sequence[int] | None
+    ) -> None:
+        """Keep the written attachments of the samples `stored`, unless their bytes have been freed since.
+        Media stay with any such sample, or for None with the group."""
+        assert self._store.attachments is not None
+        group = self.index.groups.get(group_id) if self.index is not None else None
+        samples = () if group is None else {*(stored or ())}.intersection(group.held)
+        keep_media = bool(samples) or (group is not None and stored is None)
+        kept = {key for key in written if key[0] == "media" and keep_media} | {*map(routes_key, samples)}
+        self._store.attachments.settled(group_id, written, kept=kept)
 
     async def poll(
         self,
@@ -257,9 +271,47 @@ class Coordinator:
 
     async def routes(self, wanted: Sequence[tuple[str, int]]) -> list[memoryview | None]:
         """Return routes by (group id, sample). None means that an episode has no routes."""
-        if self._store.routes is None:
+        if self._store.attachments is None:
             return [None] * len(wanted)
-        return await self._store.routes.read(wanted)
+        return await self._store.attachments.read([(id_, routes_key(sample)) for id_, sample in wanted])
+
+    def media_size(self, group_id: str, digest: str) -> int | None:
+        """Return the bytes of a group's medium, or None if its files do not have it."""
+        files = self._store.attachments
+        return None if files is None else files.size_of(group_id, media_key(digest))
+
+    async def media(self, wanted: Sequence[tuple[str, str]]) -> list[memoryview | None]:
+        """Return media by (group id, digest). None means that the group's files do not have it."""
+        if self._store.attachments is None:
+            return [None] * len(wanted)
+        return await self._store.attachments.read([(id_, media_key(digest)) for id_, digest in wanted])
+
+    def has_media(self, group_id: str) -> bool:
+        """Return whether episodes of the group may have media."""
+        files = self._store.attachments
+        return bool(self._task_images(group_id)) or (files is not None and files.has_media(group_id))
+
+    def _task_images(self, group_id: str) -> tuple[ImageFile, ...]:
+        """Return the images of a group's task without their bytes."""
+        group = self.index.groups.get(group_id) if self.index is not None else None
+        return () if group is None else self._tasks.task(group.row, group.pass_index).images
+
+    async def keep_task_images(self, group_id: str) -> None:
+        """Write the images of the group's task into its files, unless they are there already. A later change
+        of the task file does not change them. Raises `FaultError`."""
+        files = self._store.attachments
+        sizes = [self.media_size(group_id, each.facts.digest) for each in self._task_images(group_id)]
+        if files is None or None not in sizes:
+            return
+        try:
+            row = self._ready().groups[group_id].row
+            images = await asyncio.to_thread(self._tasks.images, row)
+            given = {media_key(each.facts.digest): each.data for each in images}
+            self._settle(group_id, await files.write(group_id, given), None)
+        except TaskFileError as error:
+            raise FaultError("invalid", str(error)) from error
+        except OSError as error:
+            raise _not_written(error) from error
 
     def tasks(self, task_ids: Sequence[str]) -> list[Task]:
         """Return those of the given tasks that exist. Raises `FaultError("unavailable")`."""
@@ -283,6 +335,8 @@ class Coordinator:
     ) -> tuple[Decision, asyncio.Future[None] | None]:
         """Decide and apply. Return the decision and the future of its confirmation."""
         with busy("serve"):
+            if self._store.attachments is not None:
+                index.media_bytes = self._store.attachments.media_bytes
             decision = decide(index, command, self.now_ms)
             if decision.writes is None:
                 return decision, self._store.tail
@@ -439,6 +493,11 @@ async def _happens(event: asyncio.Event, limit_s: float) -> bool:
             return await event.wait()
     except TimeoutError:
         return False
+
+
+def _not_written(error: OSError) -> FaultError:
+    log.error("episodes cannot be written to disk", error=str(error))
+    return FaultError("unavailable", f"episodes cannot be written: {error}", FULL_RETRY_MS)
 
 
 def _unavailable(error: StoreError) -> FaultError:

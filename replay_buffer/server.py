@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from areal_async.base.errors import FaultError
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
+from areal_async.data.images import digest_of
 from areal_async.rpc.board import board
 from areal_async.rpc.lanes import Lane, Lanes
 from areal_async.rpc.messages import (
@@ -35,6 +36,8 @@ from areal_async.rpc.messages import (
     Drain,
     Fetch,
     Fetched,
+    FetchedMedia,
+    FetchMedia,
     Heartbeat,
     Lease,
     Leases,
@@ -51,8 +54,17 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.schema import Message, Request
 from areal_async.rpc.server import Answer, Handler, Peer, Server, by_type
 from areal_async.service.context import ServiceContext
-from areal_async.trajectory import Episode, TrajectoryError, row_profile, seen_by, unpack_many, untrainable
+from areal_async.trajectory import (
+    Episode,
+    TrajectoryError,
+    row_profile,
+    seen_by,
+    unpack_many,
+    untrainable,
+)
+from areal_async.trajectory.layout import Media
 from replay_buffer import metrics
+from replay_buffer.attachments import AttachmentFiles
 from replay_buffer.coordinator import Coordinator, GroupBytes
 from replay_buffer.ledger.batching import has_batch
 from replay_buffer.ledger.decide import DECIDES, stats
@@ -66,15 +78,18 @@ from replay_buffer.redis.embedded import EmbeddedRedis, is_in_memory
 from replay_buffer.redis.large import EPISODES
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import FILE, Bytes, ConfirmedRevision, LedgerClock
-from replay_buffer.routes import RouteFiles
 
 LONGEST_WAIT_MS = 30_000
 LARGE_PUT_BYTES = 4 << 20  # Larger puts are read in a thread, so that they do not block other requests
 PUTS_RUNNING = 8  # Most unconfirmed puts in Redis: other requests wait behind no more than these
+MEDIA_RUNNING = 4  # Most requests for media at once: each holds up to MEDIA_BYTES
+MEDIA_BYTES = 128 << 20  # Size of a reply with media from which no further ones are added
+MOST_EPISODE_MEDIA = 512 << 20  # Most bytes of the media of one episode
 LANES = {
     "score": Lane(8),
     "train": Lane(4),
     "lease": Lane(2, most_waiting=4096),
+    "media": Lane(2, most_waiting=4096, most_running=MEDIA_RUNNING),
     "put": Lane(1, most_waiting=4096, most_bytes=256 << 20, most_running=PUTS_RUNNING),
 }
 """Lanes of requests. Scoring and training have a larger share than puts: they free room in the buffer, and
@@ -83,6 +98,7 @@ LANE_OF: dict[type[Message], str] = {
     Claim: "score",
     PutVerdicts: "score",
     PutEpisodes: "put",
+    FetchMedia: "media",
     **dict.fromkeys((Lease, Heartbeat, Release, Arrived, Drain), "lease"),
 }
 FIGURES_S = 1.0  # Seconds between updates of the metrics
@@ -117,6 +133,7 @@ class BufferServer:
             Claim: self._claim,
             NextBatch: self._next_batch,
             Fetch: self._fetch,
+            FetchMedia: self._fetch_media,
             OpenTrainer: self._open_trainer,
             Drain: self._drain,
             Stats: self._stats,
@@ -174,17 +191,63 @@ class BufferServer:
         given = _by_group(message, attachments)
         blobs = [blob for each in given for blob in each.blobs]
         if sum(map(len, blobs)) > LARGE_PUT_BYTES:
-            arrivals = await asyncio.to_thread(self._read, message, blobs, given)
+            arrivals, media = await asyncio.to_thread(self._read, message, blobs, given)
         else:
             with busy("serve"):
-                arrivals = self._read(message, blobs, given)
-        return (await self._coordinator.store(StoreEpisodes(arrivals), given)).reply
+                arrivals, media = self._read(message, blobs, given)
+        for number, of_samples in media.items():
+            arrivals[number], given[number] = await self._with_media(
+                arrivals[number], given[number], of_samples
+            )
+        return (await self._coordinator.store(StoreEpisodes(tuple(arrivals)), given)).reply
+
+    async def _with_media(
+        self, put: GroupArrivals, given: GroupBytes, of_samples: Mapping[int, Sequence[Media]]
+    ) -> tuple[GroupArrivals, GroupBytes]:
+        """Return a group's part of a put with the problems of its media, and with the media to write."""
+        wanted = {media.digest: media for some in of_samples.values() for media in some}
+        sent = {digest: given.media[digest] for digest in wanted.keys() & given.media.keys()}
+        found = await asyncio.to_thread(lambda: {digest: digest_of(data) for digest, data in sent.items()})
+        sizes = {digest: len(data) for digest, data in sent.items()}
+
+        def held(digest: str) -> int | None:
+            return self._coordinator.media_size(put.group_id, digest)
+
+        if any(held(digest) is None for digest in wanted.keys() - sent):
+            await self._coordinator.keep_task_images(put.group_id)
+        problems = {}
+        for digest, media in wanted.items():
+            size = sizes.get(digest, held(digest))
+            if (actual := found.get(digest, digest)) != digest:
+                problems[digest] = f"the bytes that came as {digest} are {actual}"
+            elif size is None:
+                problems[digest] = f"no bytes of its medium {digest} have come"
+            elif size != media.size_bytes:
+                problems[digest] = f"{digest} has {size} bytes, and the episode says {media.size_bytes}"
+        told: dict[int, str] = {}
+        for sample, some in of_samples.items():
+            wrong = [problems[media.digest] for media in some if media.digest in problems]
+            if sum({media.digest: media.size_bytes for media in some}.values()) > MOST_EPISODE_MEDIA:
+                wrong.append(f"its media have more than {MOST_EPISODE_MEDIA} bytes")
+            told |= {sample: wrong[0]} if wrong else {}
+        arrivals = [replace(each, problem=each.problem or told.get(each.sample, "")) for each in put.arrivals]
+        new = {
+            digest: data for digest, data in sent.items() if digest not in problems and held(digest) is None
+        }
+        return replace(put, arrivals=tuple(arrivals)), given._replace(media=new)
 
     def _read(
         self, message: PutEpisodes, blobs: Sequence[Bytes], given: Sequence[GroupBytes]
-    ) -> tuple[GroupArrivals, ...]:
-        episodes = iter(zip(blobs, unpack_many(blobs), strict=True))
+    ) -> tuple[list[GroupArrivals], dict[int, dict[int, list[Media]]]]:
+        """Return the arrivals, and the media of samples that have some, by group number and sample."""
+        unpacked = unpack_many(blobs)
+        episodes = iter(zip(blobs, unpacked, strict=True))
         groups = []
+        media: dict[int, dict[int, list[Media]]] = {}
+        places = ((number, sample) for number, put in enumerate(message.groups) for sample in put.samples)
+        for (number, sample), found in zip(places, unpacked, strict=True):
+            if isinstance(found, Episode) and found.header.media:
+                media.setdefault(number, {})[sample] = found.header.media
         for put, own in zip(message.groups, given, strict=True):
             # The bytes of routes count too, although they are not in Redis.
             more = dict(zip(own.routed, map(len, own.routes), strict=True))
@@ -193,7 +256,7 @@ class BufferServer:
                 for sample, (blob, found) in zip(put.samples, episodes, strict=False)
             ]
             groups.append(GroupArrivals(put.lease_id, put.group_id, tuple(arrivals)))
-        return tuple(groups)
+        return groups, media
 
     async def _claim(self, peer: Peer, message: Claim, attachments: list[memoryview]) -> Answer:
         def is_empty(reply: Message) -> bool:
@@ -234,13 +297,39 @@ class BufferServer:
         if len(found) < len(blobs):
             missing = message.episode_ids[blobs.index(None)]
             raise FaultError("invalid", f"episode {missing} is not held here (any more)")
+        media = [
+            name
+            for name, (group_id, _) in zip(message.episode_ids, places, strict=True)
+            if self._coordinator.has_media(group_id)
+        ]
         if not message.routes:
-            return Fetched(message.episode_ids), found
+            return Fetched(message.episode_ids, media=media), found
         routes = await self._coordinator.routes(places)
         routed = {
             name: each for name, each in zip(message.episode_ids, routes, strict=True) if each is not None
         }
-        return Fetched(message.episode_ids, [*routed]), [*found, *routed.values()]
+        return Fetched(message.episode_ids, [*routed], media), [*found, *routed.values()]
+
+    async def _fetch_media(self, peer: Peer, message: FetchMedia, attachments: list[memoryview]) -> Answer:
+        wanted: dict[str, str] = {}
+        lost: list[str] = []
+        size_bytes = 0
+        for group_id, digests in message.groups.items():
+            if any(self._coordinator.media_size(group_id, digest) is None for digest in digests):
+                await self._coordinator.keep_task_images(group_id)
+            for digest in digests:
+                size = self._coordinator.media_size(group_id, digest)
+                if size is None:
+                    lost.append(digest)
+                elif digest not in wanted and size_bytes < MEDIA_BYTES:
+                    wanted[digest] = group_id
+                    size_bytes += size
+            if size_bytes >= MEDIA_BYTES:
+                break
+        read = await self._coordinator.media([(group_id, digest) for digest, group_id in wanted.items()])
+        found = {digest: data for digest, data in zip(wanted, read, strict=True) if data is not None}
+        lost += [digest for digest in wanted if digest not in found]
+        return FetchedMedia([*found], [digest for digest in lost if digest not in found]), [*found.values()]
 
     async def _stats(self, peer: Peer, message: Stats, attachments: list[memoryview]) -> Answer:
         reply = (await self._coordinator.execute(message)).reply
@@ -260,16 +349,22 @@ def _by_group(message: PutEpisodes, attachments: Sequence[memoryview]) -> list[G
     strange = False
     for put in message.groups:
         routes_at = at + len(put.samples)
-        end = routes_at + len(put.routes)
+        media_at = routes_at + len(put.routes)
+        end = media_at + len(put.media)
         routed = {*put.routes}
         strange |= not routed <= {*put.samples} or len(routed) < len(put.routes)
-        found.append(GroupBytes(attachments[at:routes_at], put.routes, attachments[routes_at:end]))
+        media = dict(zip(put.media, attachments[media_at:end], strict=False))
+        strange |= len(media) < len(put.media)
+        found.append(
+            GroupBytes(attachments[at:routes_at], put.routes, attachments[routes_at:media_at], media)
+        )
         at = end
     if strange or at != len(attachments):
         raise FaultError(
             "invalid",
             f"a put of {sum(len(put.samples) for put in message.groups)} samples, "
-            f"{sum(len(put.routes) for put in message.groups)} with routes, came with "
+            f"{sum(len(put.routes) for put in message.groups)} with routes, and "
+            f"{sum(len(put.media) for put in message.groups)} media, came with "
             f"{len(attachments)} attachments",
         )
     return found
@@ -334,8 +429,8 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
         address = RedisAddress.parse(embedded.url) if embedded is not None else RedisAddress.of(job.buffer)
         mark = ConfirmedRevision(ctx.run_dir / "buffer" / FILE)
         stack.callback(mark.close)
-        # A Redis started by the job runs on this host, so large episodes are files beside it. Routes are
-        # always files, wherever Redis runs.
+        # A Redis started by the job runs on this host, so large episodes are files beside it. Attachments
+        # are always files, wherever Redis runs.
         beside = ctx.run_dir / "buffer" / EPISODES
         store = Store(
             address,
@@ -346,7 +441,7 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
             max_bytes=rules.max_bytes,
             confirmed=mark.read(),
             folder=beside if embedded is not None else None,
-            routes=RouteFiles(beside),
+            attachments=AttachmentFiles(beside, durable=rules.durability != "memory"),
         )
         revive = embedded.start if embedded is not None else None
         coordinator = Coordinator(store, rules, tasks, clock, revive, on_confirmed=mark.write)

@@ -26,6 +26,7 @@ def _begin(fake: object, request: Request[Any], attachments: Sequence[Any]) -> A
                 put,
                 {sample: next(left) for sample in put.samples},
                 {sample: next(left) for sample in put.routes},
+                {digest: next(left) for digest in put.media},
             )
             for put in fields.pop("groups")
         ]

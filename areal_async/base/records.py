@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -46,8 +46,29 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         return None
 
 
+class ImageFacts(NamedTuple):
+    """The facts in the header of an image, and the digest of its bytes."""
+
+    digest: str
+    """`blake3:<hex>`"""
+    media_type: str
+    size_bytes: int
+    width: int
+    height: int
+
+
+class ImageFile(NamedTuple):
+    """An image as encoded bytes. `data` is empty in messages and tables, which only name the image."""
+
+    facts: ImageFacts
+    data: bytes = b""
+
+
 class Task(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One prompt with its ground truth. `task_id` is `<dataset hash>:<row>:<pass>`."""
+    """One prompt with its ground truth. `task_id` is `<dataset hash>:<row>:<pass>`.
+
+    A task with images has messages whose content is a list of parts. The parts `{"type": "image"}` are the
+    places of `images`, in order."""
 
     task_id: str
     prompt: list[dict[str, Any]] | str
@@ -56,3 +77,4 @@ class Task(msgspec.Struct, frozen=True, omit_defaults=True):
     reward_style: str = ""
     ground_truth: Any = None
     extra_info: dict[str, Any] = {}
+    images: tuple[ImageFile, ...] = ()

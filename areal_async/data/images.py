@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import io
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import blake3
 
 from areal_async.base.errors import ArealError
+from areal_async.base.records import ImageFacts, ImageFile
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+__all__ = ["FORMATS", "MOST_BYTES", "MOST_PIXELS", "ImageError", "ImageFacts", "ImageFile"]
+__all__ += ["decode_image", "digest_of", "inspect_image"]
 
 FORMATS = {name: f"image/{name.lower()}" for name in ("PNG", "JPEG", "WEBP", "GIF", "BMP")}
 """Formats that are decoded, with their media types."""
@@ -27,18 +31,16 @@ LEAST_SIDE, MOST_RATIO = 2, 200
 
 
 class ImageError(ArealError):
-    """The bytes are no image that is accepted. The text says why."""
+    """The bytes are no image that is accepted. The text says why, and `fix` what to do."""
+
+    def __init__(self, message: str, fix: str = "Replace it, or take the row out") -> None:
+        super().__init__(message)
+        self.fix = fix
 
 
-class ImageFacts(NamedTuple):
-    """What the header of an image says, and the digest of its bytes."""
-
-    digest: str
-    """`blake3:<hex>`"""
-    media_type: str
-    size_bytes: int
-    width: int
-    height: int
+def digest_of(data: bytes | memoryview) -> str:
+    """Return the name of these bytes as an attachment: `blake3:<hex>`."""
+    return f"blake3:{blake3.blake3(data).hexdigest()}"
 
 
 def inspect_image(data: bytes | memoryview) -> ImageFacts:
@@ -55,8 +57,9 @@ def inspect_image(data: bytes | memoryview) -> ImageFacts:
         raise ImageError(f"it has {width} x {height} pixels, which is too thin for a vision model")
     if getattr(image, "n_frames", 1) > 1:
         raise ImageError(f"it has {image.n_frames} frames: give single images, as videos are not trained")
-    digest = f"blake3:{blake3.blake3(data).hexdigest()}"
-    return ImageFacts(digest, FORMATS[str(image.format)], len(data), width, height)
+    if _is_cut(str(image.format), bytes(data)):
+        raise ImageError("its end is missing, so its pixels cannot be decoded")
+    return ImageFacts(digest_of(data), FORMATS[str(image.format)], len(data), width, height)
 
 
 def decode_image(data: bytes | memoryview) -> Image:
@@ -105,6 +108,20 @@ def _opened(data: bytes | memoryview) -> Image:
     except Exception as error:  # headers too
         accepted = ", ".join(FORMATS)
         raise ImageError(f"it is no image of a known kind ({accepted}), or its header is damaged") from error
+
+
+def _is_cut(kind: str, data: bytes) -> bool:
+    """Return whether the end of an image is missing, without decoding it."""
+    match kind:
+        case "PNG":
+            return data.rfind(b"IEND") < 0
+        case "JPEG":  # the end marker of a preview comes before the pixels
+            return data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda")
+        case "WEBP":
+            return int.from_bytes(data[4:8], "little") + 8 > len(data)
+        case "BMP":
+            return int.from_bytes(data[2:6], "little") > len(data)
+    return not data.rstrip(b"\0").endswith(b";")
 
 
 def _first_line(error: Exception) -> str:

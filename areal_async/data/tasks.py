@@ -2,8 +2,9 @@
 
 The columns `prompt` (text, or a list of chat messages with `role` and `content`) and `reward_model`
 (`{"style": …, "ground_truth": …}`) are required. `data_source`, `ability` and `extra_info` are optional.
-Other columns are ignored, except columns with images, videos or audios. A file with such columns is refused,
-because its tasks cannot be solved from the text alone.
+`images` is a list of the prompt's images (`task_images.py`). Other columns are ignored, except columns with
+videos or audios: a file with such columns is refused, because its tasks cannot be solved without them. A
+reader that does not ask for `images` refuses a file with images too.
 
 A null field of a message counts as absent. In parquet every row has the fields of all rows, so in messages
 and schemas nulls at any depth count as absent. In jsonl, nulls in the arguments of a tool call are kept.
@@ -20,6 +21,7 @@ import math
 import os
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -28,15 +30,18 @@ import msgspec
 
 from areal_async.base.errors import ArealError
 from areal_async.base.own_files import open_regular
-from areal_async.base.records import Task
+from areal_async.base.records import ImageFile, Task
 from areal_async.base.yaml_file import MOST_LEVELS, MOST_NODES, half_character, too_nested
+from areal_async.data.images import ImageError
+from areal_async.data.task_images import PLACEHOLDER, Source, image_sources, placed_images, row_images
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")
+IMAGES = "images"
+COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info", IMAGES)
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
-VISION_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
+VISION_COLUMNS = (IMAGES, "image", "videos", "video", "audios", "audio")
 WEIGHTS = ("weight", "trainable", "loss_mask", "train", "training", "loss", "learn")
 """Fields of a message in which data sets mark whether a turn of the assistant is learned."""
 Message = dict[str, Any]
@@ -44,13 +49,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # Temp
 WITHOUT_WORDS = frozenset({"role", "name", "tool_call_id", *WEIGHTS})
 """Fields of a message that contain no part of its text. A message that has only these fields needs a
 `content`; one with `tool_calls` does not."""
-PLACEHOLDER = "<image>"  # Placeholder in a prompt for the content of a vision column
 ROW_BYTES = 1024  # Cost of a row in Python, besides its text
 VALUE_BYTES = 64  # Cost of a value in a row
 FREE_BYTES = 256 << 20  # A file of any size may expand to this size …
 MOST_UNFOLDED = 200  # … plus its own size times this factor
 LONGEST_LINE = 64 << 20  # Limit on one line of a jsonl file, in bytes
 BATCH_ROWS = 256  # Number of parquet rows that are decoded at a time
+IMAGE_BATCH_BYTES = 64 << 20  # Size of the parquet rows that are decoded at a time, if they have images
 
 T = TypeVar("T")
 
@@ -65,13 +70,32 @@ class DataError(TaskFileError):
     exit_status = 2
 
 
-class TaskTable:
-    """The rows of one task file in file order, and the hash of the file's bytes."""
+class RowName(str):
+    """Name of a row for errors. `place` is the offset of its line in a jsonl file in bytes, or its number in
+    a parquet file from 0."""
 
-    def __init__(self, path: Path, dataset_hash: str, rows: list[dict[str, Any]]) -> None:
+    place: int = 0
+
+    @classmethod
+    def at(cls, place: int, name: str) -> RowName:
+        made = cls(name)
+        made.place = place
+        return made
+
+
+class TaskTable:
+    """The rows of one task file in file order, and a hash of the file's bytes and of its images.
+
+    Images are named in tasks by their facts. Their bytes stay in the files that have them."""
+
+    def __init__(
+        self, path: Path, dataset_hash: str, rows: list[dict[str, Any]], names: Mapping[int, RowName]
+    ) -> None:
         self.path = path
         self.dataset_hash = dataset_hash
         self._rows = rows
+        self._names = names
+        """Names of the rows that have images."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -88,7 +112,20 @@ class TaskTable:
             reward_style=reward.get("style") or "",
             ground_truth=reward["ground_truth"],
             extra_info=data.get("extra_info") or {},
+            images=data.get(IMAGES) or (),
         )
+
+    def images(self, row: int) -> list[ImageFile]:
+        """Read the images of `row` again. Raises `TaskFileError` if they are not those of the first time."""
+        if (name := self._names.get(row)) is None:
+            return []
+        facts = [each.facts for each in self._rows[row][IMAGES]]
+        found = _images_of(name, image_row(self.path, name.place)[IMAGES])
+        if [each.facts for each in found] != facts:
+            raise TaskFileError(
+                f"{name}: its images have changed since the job began. Restore the files, or begin a new job."
+            )
+        return found
 
     def extra(self, row: int, column: str) -> Any:
         """Return the value in `row` of an extra column (see `read_tasks`), or None if there is none."""
@@ -103,35 +140,70 @@ def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
     `TaskFileError`."""
     columns = frozenset((*COLUMNS, *extra))
     path = task_file(path)
-    rows = [task_row(where, row) for where, row in task_rows(path, columns)]
+    rows, names = [], {}
+    for where, row in task_rows(path, columns):
+        if (made := task_row(where, row)).get(IMAGES):
+            names[len(rows)] = where
+        rows.append(made)
     if not rows:
         raise TaskFileError(f"task file {path} has no rows: it needs at least one task.")
     with os.fdopen(open_regular(path), "rb") as file:
         digest = hashlib.file_digest(file, blake3.blake3)  # type: ignore[arg-type]
-        return TaskTable(path, digest.hexdigest()[:8], rows)
+    for row_number in names:
+        digest.update("".join(each.facts.digest for each in rows[row_number][IMAGES]).encode())
+    return TaskTable(path, digest.hexdigest()[:8], rows, names)
 
 
-def task_rows(path: Path, columns: Collection[str] | None = COLUMNS) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a task file with their `columns` (None: all), as (name for errors, row). The name is
-    the file with a line number, or a row number for parquet, both from 1. The values are not checked. Raises
-    `TaskFileError`."""
+def task_rows(
+    path: Path, columns: Collection[str] | None = COLUMNS, *, first: int = 0
+) -> Iterator[tuple[RowName, dict[str, Any]]]:
+    """Yield the rows of a task file with their `columns` (None: all), as (name for errors, row), from the row
+    with the place `first` on. The name is the file with a line number, or a row number for parquet, both from
+    1. The values are not checked, but images become their `Source`. Raises `TaskFileError`."""
     try:
         path = task_file(path)
         with os.fdopen(open_regular(path), "rb") as file:
             match path.suffix:
                 case ".parquet":
-                    rows = _parquet_rows(path, file, columns)
-                    yield from ((f"task file {path}, row {n}", row) for n, row in enumerate(rows, start=1))
+                    found = enumerate(_parquet_rows(path, file, columns, first), first)
+                    rows = ((RowName.at(n, f"task file {path}, row {n + 1}"), row) for n, row in found)
                 case ".jsonl" | ".json":
-                    yield from _jsonl_rows(path, file, columns)
+                    file.seek(first)
+                    rows = _jsonl_rows(path, file, columns)
                 case suffix:
                     raise TaskFileError(
                         f"task file {path} ends in {suffix or 'nothing'!r}: use a .parquet or .jsonl file."
                     )
+            for where, row in rows:
+                if IMAGES in row:
+                    with _naming(where):
+                        row[IMAGES] = image_sources(row[IMAGES], path.parent)
+                yield where, row
     except OSError as error:
         raise TaskFileError(
             f"task file {path} cannot be read: {error.strerror}. Check the path in the job file's `tasks`."
         ) from error
+
+
+def image_row(path: Path, place: int) -> dict[str, Any]:
+    """Return the column `images` of the row at a place (`RowName`). Raises `TaskFileError`."""
+    for _, row in task_rows(path, (IMAGES,), first=place):
+        return {IMAGES: (), **row}
+    raise TaskFileError(f"task file {path} is shorter than when the job began. Restore it.")
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Raise an error about an image as one about the row `where`."""
+    try:
+        yield
+    except ImageError as error:
+        raise TaskFileError(f"{where}: column `{IMAGES}`: {error}. {error.fix}.") from error
+
+
+def _images_of(where: str, sources: Sequence[Source]) -> list[ImageFile]:
+    with _naming(where):
+        return row_images(sources)
 
 
 def task_file(path: Path) -> Path:
@@ -165,7 +237,9 @@ def pass_order(n_rows: int, *, seed: int, pass_index: int, shuffle: bool) -> lis
     return order
 
 
-def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str] | None) -> Iterator[dict[str, Any]]:
+def _parquet_rows(
+    path: Path, file: BinaryIO, columns: Collection[str] | None, first: int
+) -> Iterator[dict[str, Any]]:
     import pyarrow as pa  # Large, and needed only for parquet files
     import pyarrow.parquet as pq
 
@@ -174,7 +248,7 @@ def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str] | None) -
     try:
         table = pq.ParquetFile(file)
         names = table.schema_arrow.names
-        _refuse_vision(path, names)
+        _refuse_vision(path, names, columns)
         # The footer also has the size of each page, so nothing large is unpacked to find the size.
         metadata = table.metadata
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
@@ -192,12 +266,20 @@ def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str] | None) -
             # A dictionary may stand for each of its values many times. A batch has so few rows that it stays
             # below the limit even if each row contains all values of the group.
             at_once = max(1, min(BATCH_ROWS, most // max(1, described.total_byte_size)))
+            if described.num_rows <= first:
+                first -= described.num_rows
+                continue
+            if IMAGES in wanted:
+                mean_bytes = max(1, described.total_byte_size // described.num_rows)
+                at_once = max(1, min(at_once, IMAGE_BATCH_BYTES // mean_bytes))
             for batch in table.iter_batches(at_once, row_groups=[group], columns=wanted, use_threads=False):
                 batch = _without_dictionaries(path, batch)
                 taken += batch.nbytes + batch.num_rows * ROW_BYTES
                 if taken > most:
                     raise _unfolds(path, size, taken)
-                yield from map(_without_fillers, batch.to_pylist())
+                skipped = min(first, batch.num_rows)
+                first -= skipped
+                yield from map(_without_fillers, batch.slice(skipped).to_pylist())
     except (OSError, ValueError, pa.ArrowException) as error:
         raise TaskFileError(f"task file {path} is not a readable parquet file: {error}") from error
 
@@ -243,16 +325,17 @@ def _unfolds(path: Path, size: int, found: int) -> TaskFileError:
 
 def _jsonl_rows(
     path: Path, file: BinaryIO, columns: Collection[str] | None
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")
+) -> Iterator[tuple[RowName, dict[str, Any]]]:
+    lines, end = iter(lambda: file.readline(LONGEST_LINE + 1), b""), file.tell()
     for number, line in enumerate(lines, start=1):
-        where = f"task file {path}, line {number}"
+        where = RowName.at(end, f"task file {path}, line {number}")
+        end += len(line)
         if len(line) > LONGEST_LINE:
             raise TaskFileError(f"{where} is longer than {LONGEST_LINE} bytes.")
         if not line.strip():
             continue
         row = _json_row(where, line)
-        _refuse_vision(path, [name for name in VISION_COLUMNS if row.get(name)])
+        _refuse_vision(path, [name for name in VISION_COLUMNS if row.get(name)], columns)
         yield where, {name: row[name] for name in row if columns is None or name in columns}
 
 
@@ -276,11 +359,15 @@ def _field_of(line: bytes) -> str:
     return f"column `{names.decode('utf-8', 'replace')}`" if names else "it"
 
 
-def _refuse_vision(path: Path, names: Collection[str]) -> None:
-    if found := [name for name in VISION_COLUMNS if name in names]:
+def _refuse_vision(path: Path, names: Collection[str], columns: Collection[str] | None) -> None:
+    """Refuse columns without which the tasks cannot be solved, except `images` if the caller reads it."""
+    read = IMAGES if columns is None or IMAGES in columns else ""
+    if found := [name for name in VISION_COLUMNS if name in names and name != read]:
+        said = "only text is trained here. Give a file of text tasks, or remove the column if none needs it."
+        if read:
+            said = "only texts and images are trained here. Write images as lists into the column `images`."
         raise TaskFileError(
-            f"task file {path} has the column {found[0]}: its tasks cannot be solved from their text, and "
-            "only text is trained here. Give a file of text tasks, or remove the column if none needs it."
+            f"task file {path} has the column {found[0]}: its tasks cannot be solved without it, and {said}"
         )
 
 
@@ -300,6 +387,8 @@ def task_row(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
         raise TaskFileError(
             f"{where}: column `reward_model` must hold `style` and `ground_truth`; found {reward!r:.80}."
         )
+    sources = row.get(IMAGES) or ()
+    row = {name: value for name, value in row.items() if name != IMAGES}
     check_values(row, where)
     truth = reward["ground_truth"]
     if isinstance(truth, float) and not math.isfinite(truth):
@@ -307,13 +396,26 @@ def task_row(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
             f"{where}: its ground truth is {truth}, as tables write a missing number. Give it an "
             "answer, or take the row out."
         )
-    if isinstance(prompt, str):
-        check_text(prompt, "prompt", where)
-        return dict(row)
-    return {**row, "prompt": chat_messages(prompt, "prompt", where)}
+    if not sources:
+        if isinstance(prompt, str):
+            check_text(prompt, "prompt", where)
+            return row
+        return {**row, "prompt": chat_messages(prompt, "prompt", where)}
+    with _naming(where):
+        placed = placed_images(_listed(prompt, where), len(sources))
+    # The bytes are read again when they are needed.
+    images = tuple(ImageFile(each.facts) for each in _images_of(where, sources))
+    return {**row, "prompt": placed, IMAGES: images}
 
 
 _NO_TEXT = "must be a text, or a list of messages with `role` and `content`"
+
+
+def _listed(prompt: Any, where: str) -> Any:
+    """Return the checked messages of a prompt that may have images, or its text."""
+    if isinstance(prompt, str):
+        return prompt
+    return chat_messages(prompt, "prompt", where, parts=True)
 
 
 def check_values(row: Mapping[str, Any], where: str) -> None:
@@ -340,9 +442,9 @@ def check_values(row: Mapping[str, Any], where: str) -> None:
             raise TaskFileError(f"{where}: column `{name}` has {found}. Write it as a text.") from None
 
 
-def chat_messages(value: Any, column: str, where: str) -> list[Message]:
-    """Return the messages of a column without their null fields. Each has a content. Raises `TaskFileError`
-    if the value is not a list of text messages."""
+def chat_messages(value: Any, column: str, where: str, *, parts: bool = False) -> list[Message]:
+    """Return the messages of a column without their null fields. Each has a content, which with `parts` may
+    have images or be a list. Raises `TaskFileError` if the value is not a list of such messages."""
     found = value if isinstance(value, list) else []
     if not found or not all(isinstance(each, dict) and each.get("role") is not None for each in found):
         raise TaskFileError(f"{where}: column `{column}` {_NO_TEXT}; found {value!r:.80}.")
@@ -355,7 +457,7 @@ def chat_messages(value: Any, column: str, where: str) -> list[Message]:
             )
     filled = [{"content": ""} | message for message in messages]
     for message in filled:
-        check_message(message, column, where)
+        check_message(message, column, where, parts=parts)
     return filled
 
 
@@ -377,7 +479,7 @@ def is_learned(message: Mapping[str, Any]) -> bool:
     return all(message.get(name, 1) for name in WEIGHTS)
 
 
-def check_message(message: Mapping[str, Any], column: str, where: str) -> None:
+def check_message(message: Mapping[str, Any], column: str, where: str, *, parts: bool = False) -> None:
     """Raise `TaskFileError` if a message has a misspelt role, a content that is not a text, or a weight other
     than 0 or 1."""
     if not isinstance(role := message["role"], str):
@@ -393,13 +495,14 @@ def check_message(message: Mapping[str, Any], column: str, where: str) -> None:
                 f"{where}: column `{column}` has a message with {name} {message[name]!r:.40}. A turn is "
                 "learned (1, true) or not (0, false): write one of them."
             )
-    check_text(message["content"], column, where)
+    if not (parts and isinstance(message["content"], str | list)):
+        check_text(message["content"], column, where)
 
 
 def check_text(text: Any, column: str, where: str) -> None:
     """Raise `TaskFileError` if `text` is not a plain text. `where` names the row."""
     if not isinstance(text, str) or PLACEHOLDER in text:
-        found = f"has {PLACEHOLDER}"
+        found = f"has {PLACEHOLDER} without an image in `images`"
         if not isinstance(text, str):
             found = f"has a message whose content is no text ({text!r:.40})"
         raise TaskFileError(

@@ -135,11 +135,14 @@ class GroupSamples(Record, frozen=True):
     samples: list[int]
     routes: list[int] = []
     """Samples that have routes."""
+    media: list[str] = []
+    """Digests of media that this worker has not sent yet for the group, such as results of tools. The buffer
+    has the images of the task itself."""
 
 
 class PutEpisodes(Request[PutAck], frozen=True):
     """Finished episodes of some groups. For each group, the codec blobs of its `samples` are attached, and
-    after them the routes of its `routes`."""
+    after them the routes of its `routes` and the bytes of its `media`."""
 
     groups: list[GroupSamples]
 
@@ -285,6 +288,8 @@ class Fetched(Message, frozen=True):
     episode_ids: list[str]
     routes: list[str] = []
     """Episodes that have routes. The routes are attached after the blobs, in this order."""
+    media: list[str] = []
+    """Episodes that may have media. Their headers name the media, and `FetchMedia` returns them."""
 
 
 class Fetch(Request[Fetched], frozen=True):
@@ -342,6 +347,25 @@ class Checkpointed(Request[Ok], frozen=True):
     policy: str
     epoch: int
     step: int
+
+
+# --- rollout, reward, trainer -> buffer --------------------------------------------------------------
+
+
+class FetchedMedia(Message, frozen=True):
+    """The media of `digests` are attached, in this order. `lost` are digests that the buffer does not have.
+    Digests that are in neither list did not fit into the reply, and the client asks for them again. A reply
+    names at least one of the requested digests."""
+
+    digests: list[str]
+    lost: list[str] = []
+
+
+class FetchMedia(Request[FetchedMedia], frozen=True):
+    """Ask for media, such as images, by digest. `groups` has the digests of each group. A digest of several
+    groups is attached once."""
+
+    groups: dict[str, list[str]]
 
 
 # --- anyone -> buffer --------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ CALLERS: Mapping[type, Roles] = {
     **dict.fromkeys(
         (messages.ExportLedger, messages.Checkpointed, messages.Fetch, messages.SeeTasks), TRAINER
     ),
+    messages.FetchMedia: ROLLOUT | REWARD | TRAINER,
     messages.Stats: PEOPLE | TRAINER,
     # to the trainer's publisher, and to every server of snapshot chunks
     **dict.fromkeys((weights.WaitSnapshot, weights.AckSnapshot), GENERATORS),

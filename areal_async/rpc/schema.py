@@ -19,7 +19,7 @@ import msgspec
 
 from areal_async.base.errors import FaultKind
 
-SCHEMA = 5
+SCHEMA = 6
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

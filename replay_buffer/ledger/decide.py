@@ -137,7 +137,7 @@ def stats(index: Index, now_ms: int) -> BufferStats:
         episodes={state.name: index.episode_counts[state] for state in EpisodeState},
         reasons=meta.counts,
         policies={policy: policy_stats(index, policy) for policy in index.consumers},
-        payload_bytes=index.payload_bytes,
+        payload_bytes=index.payload_bytes + index.media_bytes,
         redis_bytes=0,
         queue_age_ms=max(0, now_ms - oldest_ms),
         episodes_dropped=meta.episodes_dropped,

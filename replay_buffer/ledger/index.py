@@ -91,6 +91,8 @@ class Index:
         """Number of groups by their earliest state among their policies."""
         self.episode_counts = [0] * len(EpisodeState)
         self.payload_bytes = 0
+        self.media_bytes = 0
+        """Bytes of the groups' media, which no record has. The coordinator sets it before each decision."""
         self.claimable_episodes = 0
         self.generating = 0  # Missing episodes of LEASED groups
         self.leases_of: dict[str, set[str]] = {}  # Worker → its leases

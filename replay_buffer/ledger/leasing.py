@@ -99,7 +99,8 @@ def space(index: Index) -> tuple[int, float, str]:
     if (groups := rules.max_groups - len(index.groups)) <= 0:
         full = f"the buffer holds {len(index.groups)} groups (buffer.max_groups {rules.max_groups})"
         return 0, 0.0, full + for_checkpoint
-    expected = index.payload_bytes + index.generating * index.mean_episode_bytes
+    held = index.payload_bytes + index.media_bytes
+    expected = held + index.generating * index.mean_episode_bytes
     if (size_bytes := rules.max_bytes - expected) <= 0:
         full = f"the buffer holds or expects buffer.max_bytes ({rules.max_bytes})"
         return groups, 0.0, full + for_checkpoint
@@ -186,7 +187,9 @@ def _candidates(
         bytes_left -= group_bytes
         if (place := tx.index.tasks.at(tx.meta.position)) is not None:
             # A policy that has trained all its steps still samples, but nobody waits for its groups.
-            using = tx.rules.policies_of(tx.index.tasks.task(*place))
+            task = tx.index.tasks.task(*place)
+            bytes_left -= sum(image.facts.size_bytes for image in task.images)
+            using = tx.rules.policies_of(task)
             policies = tuple(policy for policy in using if not is_done(tx.index, policy))
             if not policies or not has_room(policies):
                 return

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
-from areal_async.base.records import Task
+from areal_async.base.records import ImageFile, Task
 from areal_async.base.verdicts import VerdictKind
 from areal_async.base.versions import POLICY
 from areal_async.config.job import JobConfig
@@ -179,6 +179,9 @@ class Tasks(Protocol):
 
     def task(self, row: int, pass_index: int) -> Task: ...
 
+    def images(self, row: int) -> Sequence[ImageFile]:
+        """Read the images of a row, with their bytes. Raises `TaskFileError` if they have changed."""
+
 
 def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
@@ -197,6 +200,7 @@ class TaskOrder:
             lambda pass_index: pass_order(len(table), seed=seed, pass_index=pass_index, shuffle=shuffle)
         )
         self.task = lru_cache(maxsize=4096)(table.task)
+        self.images = table.images
 
     @classmethod
     def of(cls, job: JobConfig) -> TaskOrder:

@@ -23,11 +23,10 @@ from typing import NamedTuple
 import msgspec
 
 from areal_async.base.own_files import map_open, sync
+from replay_buffer.attachments import PREFIXES, LateRemoval
 from replay_buffer.ledger.index import WriteSet
 from replay_buffer.redis.connection import Argument
 from replay_buffer.redis.writer import Bytes, Commands, Keys
-from replay_buffer.routes import PREFIX as ROUTES_PREFIX
-from replay_buffer.routes import LateRemoval
 
 KEY_BYTES = 32 << 10
 """Smallest size of an argument that Redis does not copy: it reads the argument directly into the buffer of
@@ -280,7 +279,7 @@ class BlobFiles:
             if entry.name in by_name:
                 sizes[entry.name] = entry.stat().st_size
             # `_under_way` is read now, because a message may have arrived meanwhile.
-            elif not entry.name.startswith(ROUTES_PREFIX) and entry.name not in self._under_way:
+            elif not entry.name.startswith(PREFIXES) and entry.name not in self._under_way:
                 os.unlink(entry.path)
         return [
             place

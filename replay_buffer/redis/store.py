@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import hiredis
 import msgspec
 
+from replay_buffer.attachments import AttachmentFiles
 from replay_buffer.ledger.index import LedgerRecords, WriteSet
 from replay_buffer.ledger.records import SCHEMA, BatchPlan, ClaimRecord, GroupRecord, LeaseRecord, LedgerMeta
 from replay_buffer.redis.address import RedisAddress, StoreError, StoreUnavailable, StoreUnusable, refusal
 from replay_buffer.redis.connection import RedisConnection, checked, table
 from replay_buffer.redis.large import BlobFiles, BlobRef, EpisodeKey, Large, staged_keys
 from replay_buffer.redis.writer import Bytes, Keys, LedgerClock, LedgerWriter, fenced
-from replay_buffer.routes import RouteFiles
 
 SCRIPT = files("replay_buffer.redis").joinpath("write.lua").read_bytes()
 TAKE_SCRIPT = files("replay_buffer.redis").joinpath("take_over.lua").read_bytes()
@@ -69,7 +69,7 @@ class Store:
         max_bytes: int = 0,
         confirmed: int = 0,
         folder: Path | None = None,
-        routes: RouteFiles | None = None,
+        attachments: AttachmentFiles | None = None,
     ) -> None:
         self.address = RedisAddress.parse(address) if isinstance(address, str) else address
         self.front_epoch = 0
@@ -78,7 +78,7 @@ class Store:
         self._keys = Keys(job)
         self._large = Large(self._keys)
         self._files = None if folder is None else BlobFiles(folder, durability)
-        self.routes = routes
+        self.attachments = attachments
         self._dataset_hash = dataset_hash
         self._durability = durability
         self._clock = clock
@@ -110,8 +110,8 @@ class Store:
             revision = await self._take()
             opened = await self._load(lost_writes=max(0, self._confirmed - revision))
             opened = replace(opened, lost_episodes=await self._open_large())
-            if self.routes is not None:
-                await self.routes.open(opened.records.groups.keys())
+            if self.attachments is not None:
+                await self.attachments.open(opened.records.groups.keys())
             self._confirmed = opened.revision
             failed = partial(self._failed, on_failure)
             self._writer = LedgerWriter(writes, self._sha, self.front_epoch, self._clock, failed)
@@ -144,8 +144,8 @@ class Store:
         written = self._writer.submit(revision, parcel.commands, parcel.ahead)
         if self._files is not None and parcel.files_freed:
             written.add_done_callback(partial(_free, self._files.remove, parcel.files_freed))
-        if self.routes is not None and writes.freed:
-            written.add_done_callback(partial(_free, self.routes.free, {**writes.freed}))
+        if self.attachments is not None and (names := self.attachments.release(writes.freed)):
+            written.add_done_callback(partial(_free, self.attachments.remove, names))
         return written
 
     async def blobs(self, wanted: Sequence[EpisodeKey]) -> list[Bytes | None]:
@@ -193,8 +193,8 @@ class Store:
         await self._let_go()
         if self._files is not None:
             self._files.close()
-        if self.routes is not None:
-            self.routes.close()
+        if self.attachments is not None:
+            self.attachments.close()
 
     async def _let_go(self) -> None:
         if self._writer is not None:

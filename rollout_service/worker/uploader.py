@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ log = get_logger("rollout")
 
 MAX_PUTS = 4  # Most messages with episodes in flight
 RELEASE_LIMIT_S = 1.0
+NO_MEDIA: Mapping[str, bytes] = {}
 IDLE_WAIT_S = 1.0  # Longest wait of a loop without a wake-up
 
 
@@ -64,18 +65,21 @@ class MessageRoom:
 
 @dataclass(frozen=True)
 class PutBatch:
-    """Encoded episodes of a lease in one message, by sample, and their routes if they have any."""
+    """Encoded episodes of a lease in one message, by sample, with their routes if there are any, and media
+    by digest."""
 
     lease_id: str
     group_id: str
     episodes: dict[int, bytes]
     routes: dict[int, bytes]
+    media: dict[str, bytes]
 
     def as_message(self) -> GroupSamples:
-        return GroupSamples(self.lease_id, self.group_id, list(self.episodes), list(self.routes))
+        parts = map(list, (self.episodes, self.routes, self.media))
+        return GroupSamples(self.lease_id, self.group_id, *parts)
 
     def attachments(self) -> list[bytes]:
-        return [*self.episodes.values(), *self.routes.values()]
+        return [*self.episodes.values(), *self.routes.values(), *self.media.values()]
 
 
 @dataclass
@@ -86,6 +90,8 @@ class LeaseUpload:
     samples: int  # Number of samples in the lease
     finished: dict[int, bytes] = field(default_factory=dict)  # Encoded episodes not sent yet
     routes: dict[int, bytes] = field(default_factory=dict)  # Routes of episodes that have some
+    media: dict[int, Mapping[str, bytes]] = field(default_factory=dict)  # New media of episodes, by digest
+    sent: set[str] = field(default_factory=set)  # Digests of media that the buffer has
     complete: bool = False  # No more episodes will come for this lease
     under_way: PutBatch | None = None
     stored: int = 0  # Number of acknowledged samples
@@ -121,12 +127,21 @@ class UploadQueue:
         """Open a lease with this many samples."""
         self.leases[lease_id] = LeaseUpload(group_id, samples)
 
-    def add(self, lease_id: str, sample: int, blob: bytes, routes: bytes | None = None) -> None:
-        """Add a finished episode."""
+    def add(
+        self,
+        lease_id: str,
+        sample: int,
+        blob: bytes,
+        routes: bytes | None = None,
+        media: Mapping[str, bytes] = NO_MEDIA,
+    ) -> None:
+        """Add a finished episode. `media` are those that its task does not have, such as results of tools."""
         if (lease := self.leases.get(lease_id)) is not None:
             lease.finished[sample] = blob
             if routes is not None:
                 lease.routes[sample] = routes
+            if media:
+                lease.media[sample] = media
 
     def fail(self, lease_id: str, reason: str, *, at_fault: bool = False) -> None:
         """Record that a sample of the lease has failed. `at_fault` means that the episode itself caused
@@ -165,6 +180,8 @@ class UploadQueue:
         if lease is not None and lease.under_way is batch:
             lease.under_way = None
             lease.stored += stored
+            if stored:
+                lease.sent.update(batch.media)
 
     def pop_ended(self) -> dict[str, LeaseUpload]:
         """Remove and return the leases for which no more episodes will come and all messages are answered."""
@@ -181,13 +198,19 @@ class UploadQueue:
         """Return the finished episodes of a lease for which the message has room."""
         episodes: dict[int, bytes] = {}
         routes: dict[int, bytes] = {}
+        media: dict[str, bytes] = {}
         for sample, blob in list(lease.finished.items()):
-            if not room.take(len(blob) + len(lease.routes.get(sample, b""))):
+            given = lease.media.get(sample, NO_MEDIA).items()
+            new = {digest: data for digest, data in given if digest not in lease.sent and digest not in media}
+            size_bytes = len(blob) + len(lease.routes.get(sample, b"")) + sum(map(len, new.values()))
+            if not room.take(size_bytes):
                 break
             episodes[sample] = lease.finished.pop(sample)
+            media |= new
+            lease.media.pop(sample, None)
             if sample in lease.routes:
                 routes[sample] = lease.routes.pop(sample)
-        return PutBatch(lease_id, lease.group_id, episodes, routes)
+        return PutBatch(lease_id, lease.group_id, episodes, routes, media)
 
 
 @dataclass(eq=False)
@@ -214,9 +237,16 @@ class Uploader:
     def idle(self) -> bool:
         return not self._calls and not self.queue.leases
 
-    def add(self, lease_id: str, sample: int, blob: bytes, routes: bytes | None = None) -> None:
+    def add(
+        self,
+        lease_id: str,
+        sample: int,
+        blob: bytes,
+        routes: bytes | None = None,
+        media: Mapping[str, bytes] = NO_MEDIA,
+    ) -> None:
         """Add a finished episode. If its lease is lost, the episode is ignored."""
-        self.queue.add(lease_id, sample, blob, routes)
+        self.queue.add(lease_id, sample, blob, routes, media)
         self._wake.set()
 
     def complete(self, lease_id: str) -> None:

@@ -32,14 +32,16 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from areal_async.base.errors import FaultError, RpcTimeout
 from areal_async.base.events import record, recording
 from areal_async.base.log import get_logger
+from areal_async.base.records import Task
 from areal_async.base.versions import VersionTag
 from areal_async.config.job import JobConfig
 from areal_async.config.routes import replays
+from areal_async.data.media import fetch_media
 from areal_async.rpc.board import board
 from areal_async.rpc.client import Client, wait_out
 from areal_async.rpc.messages import Drain, Heartbeat, Lease, LeasedGroup, Leases
@@ -96,6 +98,7 @@ class LeaseState:
     turn: int  # Sequence number among this worker's leases: the oldest has priority
     episodes: dict[int, asyncio.Future[Any]] = field(default_factory=dict)  # Running episodes by sample
     late: asyncio.TimerHandle | None = None  # Ends the episodes that run without a task at their deadline
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # Held while the task's images are fetched
 
 
 @dataclass(eq=False)
@@ -300,7 +303,7 @@ class Worker:
         """Return the group's samples, if each makes the same one call, so that no sample needs a task."""
         only_call, group = getattr(self.workflow, "only_call", None), lease.group
         able = len(self.engines) == 1 and hasattr(self._voice.engine, "begin")
-        if only_call is None or not able or self._routes:
+        if only_call is None or not able or self._routes or group.task.images:
             return None
         try:
             alike = self._context(lease, group.missing[0], greedy=False).alike(*only_call(group.task))
@@ -349,15 +352,39 @@ class Worker:
         number = self.failures.begin()
         limit_s = self.job.rollout.episode_timeout_s
         ctx = self._context(lease, sample, greedy=sample == self.job.rollout.greedy_sample)
-        work = self.workflow(ctx, group.task)
         try:
+            work = self.workflow(ctx, await self._task_of(lease))
             episode, blob = await run_episode(ctx, work, limit_s, debug=self.first_failure_ends)
             routes = pack_routes(episode)
+            named = {each.digest for each in episode.header.media}
+            media = {digest: data for digest, data in ctx.new_media.items() if digest in named}
         except Exception as error:
             self._failed(lease, sample, number, error)
         else:
             self.failures.succeeded()
-            self.uploader.add(group.lease_id, sample, blob, routes)
+            self.uploader.add(group.lease_id, sample, blob, routes, media)
+
+    async def _task_of(self, lease: LeaseState) -> Task:
+        """Return the task of a lease with the bytes of its images. The first of its samples fetches them."""
+        async with lease.reading:
+            task = lease.group.task
+            if any(not image.data for image in task.images):
+                found = await self._fetch_images(lease.group)
+                images = tuple(each._replace(data=found[each.facts.digest]) for each in task.images)
+                lease.group = replace(lease.group, task=replace(task, images=images))
+        return lease.group.task
+
+    async def _fetch_images(self, group: LeasedGroup) -> dict[str, bytes]:
+        wanted = {group.group_id: [each.facts.digest for each in group.task.images]}
+        while True:
+            try:
+                fetch = await fetch_media(self.buffer, wanted)
+                break
+            except (RpcTimeout, FaultError) as error:
+                await wait_out(error, "images", self.timing.retry_pause_s)
+        for digest in fetch.lost:
+            raise FaultError("invalid", f"the buffer has lost the image {digest} of {group.task.task_id}")
+        return {digest: bytes(data) for digest, data in fetch.found.items()}
 
     def _context(self, lease: LeaseState, sample: int, *, greedy: bool) -> Context:
         group, limit_s = lease.group, self.job.rollout.episode_timeout_s

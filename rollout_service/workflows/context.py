@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -104,6 +104,8 @@ class Context:
     """Whether all answers are sampled greedily; none of them is trained."""
     routes: bool = False
     """Request the routes of all tokens from the engine, and record them."""
+    new_media: dict[str, bytes] = field(default_factory=dict)
+    """Media in the episode that its task does not have, such as images of tools, by digest."""
 
     def __post_init__(self) -> None:
         self._asked_s: dict[str, float] = {}  # Time when each request in flight was sent to its engine

@@ -31,7 +31,7 @@ from areal_async.base.redis_binary import find_redis_server
 from areal_async.cli.quickstart.model import split_problems, write_tasks
 from areal_async.trajectory.codec import MAGIC
 from areal_async.trajectory.routes import ROUTES_MAGIC
-from replay_buffer.routes import PREFIX
+from replay_buffer.attachments import ROUTES as PREFIX
 from tests.e2e.conftest import RunningJob, finish, started
 from tests.jobs import DUET, Workspace
 from tests.processes import processes_of

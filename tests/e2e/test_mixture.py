@@ -4,7 +4,7 @@ from urllib.parse import quote
 
 import pytest
 
-from replay_buffer.routes import PREFIX
+from replay_buffer.attachments import ROUTES as PREFIX
 from tests.e2e.kinds import SURVIVOR_STEPS
 from trainer_service.data.recording import Recording
 

@@ -30,7 +30,7 @@ HELPERS = {
     "replay_buffer/ledger/transaction.py": "collects the writes of a decision",
     "replay_buffer/metrics.py": "counts",
     "replay_buffer/redis/": "stores writes and bytes",
-    "replay_buffer/routes.py": "keeps the routes of mixtures",
+    "replay_buffer/attachments.py": "keeps the routes of mixtures, and images",
     "replay_buffer/server.py": "reads requests, and lets them wait",
     "reward_service/backends/__init__.py": "chooses the input of a reward",
     "reward_service/checking.py": "checks a reward's answer",

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from redis import Redis
 
-from areal_async.base.records import Task
+from areal_async.base.records import ImageFile, Task
 from areal_async.base.verdicts import Score, Verdict
 from areal_async.base.versions import VersionTag
 from areal_async.config.job import JobConfig
@@ -47,6 +47,7 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.schema import Message, Ok
 from areal_async.service.context import ServiceContext
 from areal_async.trajectory import Call, EpisodeBuilder, Sampling, pack
+from replay_buffer.attachments import AttachmentFiles
 from replay_buffer.coordinator import Coordinator, GroupBytes
 from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
 from replay_buffer.ledger.index import Index, LedgerRecords
@@ -59,7 +60,6 @@ from replay_buffer.redis.address import RedisAddress
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import LedgerClock
-from replay_buffer.routes import RouteFiles
 from replay_buffer.server import main
 from tests.contexts import context_for_test
 from tests.waiting import LIMIT_S
@@ -85,6 +85,9 @@ class CountedTasks:
     def task(self, row: int, pass_index: int) -> Task:
         source = self.sources[row % len(self.sources)]
         return Task(f"{self.dataset_hash}:{row}:{pass_index}", f"prompt {row}", data_source=source)
+
+    def images(self, row: int) -> Sequence[ImageFile]:
+        return []
 
 
 class Driver:
@@ -337,14 +340,15 @@ async def front_of(
     dataset: str = "cafe0123",
     folder: Path | None = None,
     confirmed: int = 0,
-    routes: RouteFiles | None = None,
+    attachments: AttachmentFiles | None = None,
+    tasks: CountedTasks | None = None,
     **options: Any,
 ) -> AsyncIterator[Coordinator]:
     """A front of the job on that Redis; `clock` is the local one, `folder` where large episodes go."""
     ledger_clock = LedgerClock(clock, wall)
-    where: dict[str, Any] = {"folder": folder, "routes": routes, "confirmed": confirmed}
+    where: dict[str, Any] = {"folder": folder, "attachments": attachments, "confirmed": confirmed}
     store = Store(url, job, dataset, rules.durability, ledger_clock, **where)
-    front = Coordinator(store, rules, CountedTasks(), ledger_clock, **options)
+    front = Coordinator(store, rules, tasks or CountedTasks(), ledger_clock, **options)
     try:
         await front.start()
         yield front

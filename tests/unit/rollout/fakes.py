@@ -12,7 +12,15 @@ import numpy as np
 from areal_async.base.records import Task
 from areal_async.base.versions import VersionTag
 from areal_async.config.job import JobConfig
-from areal_async.rpc.messages import GroupSamples, HeartbeatAck, LeasedGroup, Leases, PutAck, StoredGroup
+from areal_async.rpc.messages import (
+    FetchedMedia,
+    GroupSamples,
+    HeartbeatAck,
+    LeasedGroup,
+    Leases,
+    PutAck,
+    StoredGroup,
+)
 from areal_async.rpc.weights_messages import SnapshotNotice
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
 from rollout_service.process import sampling_of
@@ -138,6 +146,16 @@ class FakeBuffer(FakeCaller):
         self.on_put: Callable[[str, str, Any], Coroutine[Any, Any, StoredGroup | None]] | None = None
         self.lost: set[str] = set()
         self.draining = False
+        self.media: dict[str, bytes] = {}
+        self.media_asked: list[dict[str, list[str]]] = []
+        self.media_put: list[tuple[list[int], dict[str, bytes]]] = []
+
+    async def fetch_media(self, groups: dict[str, list[str]]) -> Any:
+        self.media_asked.append(groups)
+        wanted = [digest for some in groups.values() for digest in some]
+        found = [digest for digest in wanted if digest in self.media]
+        lost = [digest for digest in wanted if digest not in self.media]
+        return FetchedMedia(found, lost), [memoryview(self.media[digest]) for digest in found]
 
     async def lease(
         self, worker: str, capacity: int, serving: list[VersionTag], *, wait_ms: int = 0
@@ -170,9 +188,13 @@ class FakeBuffer(FakeCaller):
             self.failed.add(lease_id)
         await self.tell()
 
-    async def put_episodes(self, puts: list[tuple[GroupSamples, Any, Any]]) -> PutAck:
+    async def put_episodes(self, puts: list[tuple[GroupSamples, Any, Any, Any]]) -> PutAck:
+        self.media_put += [
+            (put.samples, {digest: bytes(data) for digest, data in media.items()})
+            for put, _, _, media in puts
+        ]
         return PutAck(
-            [await self._store(put.lease_id, put.group_id, given) for put, given, _ in puts], "memory"
+            [await self._store(put.lease_id, put.group_id, given) for put, given, *_ in puts], "memory"
         )
 
     async def _store(self, lease_id: str, group_id: str, episodes: Any) -> StoredGroup:

@@ -118,3 +118,26 @@ def test_routes_travel_with_their_episodes_and_count_in_a_message() -> None:
         box.settled(batch, len(batch.episodes))
     assert taken == [({0: b"e"}, {0: b"r" * 9}), ({1: b"e", 2: b"e"}, {2: b"s" * 3})]
     assert box.episodes == 0
+
+
+def test_media_travel_once_for_a_lease_and_count_in_a_message() -> None:
+    box = queue_of("L", max_bytes=12)
+    for sample, media in enumerate(
+        ({"a": b"m" * 4}, {"a": b"m" * 4, "b": b"n" * 4}, {"a": b"m" * 4}, {"c": b"o"})
+    ):
+        box.add("L", sample, b"e", media=media)
+    box.complete("L")
+    taken = []
+    while message := box.take():
+        (batch,) = message
+        taken.append(([*batch.episodes], batch.media))
+        assert batch.as_message().media == [*batch.media]
+        assert batch.attachments() == [*batch.episodes.values(), *batch.media.values()]
+        box.settled(batch, len(batch.episodes))
+    assert taken == [([0, 1, 2], {"a": b"m" * 4, "b": b"n" * 4}), ([3], {"c": b"o"})]
+    box = queue_of("L")
+    box.add("L", 0, b"e", media={"a": b"m"})
+    (batch,) = box.take()
+    box.settled(batch, 0)
+    box.add("L", 1, b"e", media={"a": b"m"})
+    assert box.take()[0].media == {"a": b"m"}, "the buffer has refused the first"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 from typing import Any
 
 import msgspec
@@ -11,8 +12,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from areal_async.base.errors import FaultError, InfrastructureFault, RpcTimeout
-from areal_async.base.records import Task
+from areal_async.base.records import ImageFile, Task
 from areal_async.base.versions import VersionTag
+from areal_async.data.images import digest_of, inspect_image
 from areal_async.rpc.messages import Refusal, StoredGroup
 from areal_async.trajectory import unpack
 from rollout_service.engines.base import (
@@ -37,6 +39,7 @@ from rollout_service.workflows.agent import AgentError
 from rollout_service.workflows.context import call_seed
 from rollout_service.workflows.tools import CallsBusy
 from tests.unit.rollout.fakes import FakeBuffer, FakeEngine, eventually, group, working
+from tests.vision import picture
 
 
 async def test_groups_are_whole_and_travel_in_few_messages() -> None:
@@ -84,6 +87,46 @@ async def test_leases_are_taken_by_free_capacity() -> None:
     # Room for 10 episodes begins three groups of 4: the engine is never short of the last two.
     assert buffer.asked[0] == (3, VersionTag("policy", 0, 0))
     assert engine.most <= 12
+
+
+def picture_group(number: int, **given: Any) -> tuple[Any, bytes]:
+    """A group whose task has an image, and the bytes of the image."""
+    out = io.BytesIO()
+    picture(8, 8, number).save(out, "PNG")
+    made = group(number, **given)
+    images = (ImageFile(inspect_image(out.getvalue())),)
+    task = msgspec.structs.replace(made.task, images=images)
+    return msgspec.structs.replace(made, task=task), out.getvalue()
+
+
+async def test_the_images_of_a_task_are_fetched_once_and_new_media_are_sent_with_their_episodes() -> None:
+    leased, data = picture_group(0)
+    seen = []
+
+    async def workflow(ctx: Any, task: Task) -> None:
+        seen.append(task.images)
+        answer = await ctx.generate("abc")
+        ctx.new_media |= {digest_of(b"tool"): b"tool", digest_of(b"unused"): b"unused"}
+        ctx.builder.media(answer.segment, digest_of(b"tool"), "image/png", 4)
+
+    held = FakeBuffer([leased])
+    held.media[leased.task.images[0].facts.digest] = data
+    async with working(held, workflow=workflow) as (_worker, buffer, _engine):
+        await buffer.until(lambda: buffer.whole(0))
+    assert seen == [(ImageFile(leased.task.images[0].facts, data),)] * 4
+    assert buffer.media_asked == [{"t0#0": [leased.task.images[0].facts.digest]}]
+    sent = [media for samples, media in buffer.media_put if samples]
+    assert sent[0] == {digest_of(b"tool"): b"tool"}
+    assert sent[1:] == [{}] * (len(sent) - 1)
+
+
+async def test_an_image_that_the_buffer_has_lost_hands_the_lease_back_with_its_name() -> None:
+    leased, _ = picture_group(0)
+    async with working(FakeBuffer([leased])) as (_worker, buffer, _engine):
+        await buffer.until(lambda: buffer.released)
+    (reason,) = buffer.released.values()
+    assert f"has lost the image {leased.task.images[0].facts.digest}" in reason
+    assert buffer.puts == []
 
 
 async def test_a_slow_buffer_slows_generation_and_nothing_is_lost() -> None:

@@ -34,6 +34,8 @@ def values(info: inspect.Type) -> st.SearchStrategy[Any]:
         return st.lists(values(info.item_type), max_size=3)
     if isinstance(info, inspect.VarTupleType):
         return st.lists(values(info.item_type), max_size=3).map(tuple)
+    if isinstance(info, inspect.NamedTupleType):
+        return st.builds(info.cls, *(values(field.type) for field in info.fields))
     if isinstance(info, inspect.TupleType):
         return st.tuples(*map(values, info.item_types))
     if isinstance(info, inspect.DictType):

@@ -28,11 +28,11 @@ LOOKS = "Drain Stats Status ReadRecords ScaleWorkers DrainWorker"
 OPENS = {
     "buffer": RECORDS,
     "trainer": f"""{RECORDS} WriteHome RemoveHome OpenTrainer NextBatch Fetch Commit ExportLedger Checkpointed
-        Stats SeeTasks""",
+        Stats SeeTasks FetchMedia""",
     "rollout": f"""{GENERATES} AskBuild AskTensors TakeBucket BreakGroup Arrived Lease Heartbeat Release
-        PutEpisodes Drain""",
+        PutEpisodes FetchMedia Drain""",
     "evaluator": GENERATES,
-    "reward": f"{RECORDS} Arrived Claim PutVerdicts",
+    "reward": f"{RECORDS} Arrived Claim PutVerdicts FetchMedia",
     "supervisor": f"{LOOKS} ReadMetrics",
     "cli": LOOKS,
     "": "",

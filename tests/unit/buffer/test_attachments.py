@@ -1,4 +1,4 @@
-"""Routes of episodes on a real Redis: in files beside the buffer, no byte of them in Redis, freed in time."""
+"""Attachments on a real Redis: in files beside the buffer, no byte of them in Redis, freed in time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from areal_async.rpc.messages import (
     PutEpisodes,
     Stats,
 )
+from replay_buffer.attachments import PART, PREFIXES, AttachmentFiles, routes_key
+from replay_buffer.attachments import ROUTES as PREFIX
 from replay_buffer.coordinator import GroupBytes
 from replay_buffer.ledger.leasing import Arrival, GroupArrivals, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules
-from replay_buffer.routes import PREFIX, RouteFiles
 from tests.unit.buffer.conftest import judge, lease, reasons, serving
 from tests.unit.buffer.test_server import opened as opened_over_wire
 from tests.unit.buffer.test_server import score
@@ -41,7 +42,7 @@ def routes_of(sample: int, size: int = LARGE) -> bytes:
 
 
 def files_in(folder: Path) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if name.startswith(PREFIX))
+    return sorted(name for name in os.listdir(folder) if name.startswith(PREFIXES))
 
 
 def in_redis(redis: Any, job_name: str) -> bytes:
@@ -74,13 +75,13 @@ async def test_routes_lie_in_files_until_their_group_is_committed(
 ) -> None:
     folder = tmp_path / "episodes"
     given = [routes_of(0), routes_of(1, 300)]
-    async with a_front(RULES, routes=RouteFiles(folder, grace_s=0.0)) as front:
+    async with a_front(RULES, attachments=AttachmentFiles(folder, grace_s=0.0)) as front:
         group = await opened(front)
         assert (await put(front, group, given)).stored == [0, 1]
         assert [bytes(each) for each in await held_of(front, group)] == given
         assert MARK not in in_redis(redis, job_name)
     # A front that died, and one that comes after it.
-    async with a_front(RULES, routes=RouteFiles(folder, grace_s=0.0)) as front:
+    async with a_front(RULES, attachments=AttachmentFiles(folder, grace_s=0.0)) as front:
         assert [bytes(each) for each in await held_of(front, group)] == given
         await judge(front)
         await front.execute(NextBatch("policy", 1, 0))
@@ -95,7 +96,7 @@ async def test_what_is_refused_dropped_or_left_by_a_crash_leaves_no_routes(
     a_front: Any, tmp_path: Path
 ) -> None:
     folder, given = tmp_path / "episodes", [routes_of(0), routes_of(1)]
-    async with a_front(RULES, routes=RouteFiles(folder, grace_s=0.0)) as front:
+    async with a_front(RULES, attachments=AttachmentFiles(folder, grace_s=0.0)) as front:
         group = await opened(front)
         await put(front, group, given[:1], (0,))
         zombie = msgspec.structs.replace(group, lease_id="L0.0")
@@ -112,11 +113,12 @@ async def test_what_is_refused_dropped_or_left_by_a_crash_leaves_no_routes(
         await until(lambda: len(files_in(folder)) == 2)
         (third,) = await lease(front)
         await put(front, third, given)
-        for leftover in (f"{PREFIX}nobody,0,3,ab", f"{PREFIX}{'x' * 8}%23,1,3,cd"):
+        cut = f"{PREFIX}{third.group_id.replace(':', '%3A').replace('#', '%23')},1,900,ef"
+        for leftover in (f"{PREFIX}nobody,0,3,ab", f"{PREFIX}{'x' * 8}%23,1,3,cd", cut, cut + PART):
             (folder / leftover).write_bytes(b"abc")
         # As if it had died between the files and the ledger.
-        await RouteFiles(folder, grace_s=0.0).write(group.group_id, (0,), [memoryview(given[0])])
-    async with a_front(RULES, routes=RouteFiles(folder, grace_s=0.0)) as front:
+        await AttachmentFiles(folder, grace_s=0.0).write(group.group_id, {routes_key(0): given[0]})
+    async with a_front(RULES, attachments=AttachmentFiles(folder, grace_s=0.0)) as front:
         assert len(files_in(folder)) == 4
         assert [bytes(each) for each in await held_of(front, third)] == given
 
@@ -125,14 +127,15 @@ async def test_a_full_disk_refuses_the_put_and_leaves_nothing(
     a_front: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "episodes"
-    async with a_front(RULES, routes=RouteFiles(folder, grace_s=0.0)) as front:
+    async with a_front(RULES, attachments=AttachmentFiles(folder, grace_s=0.0)) as front:
         group = await opened(front)
         with monkeypatch.context() as patched:
+            write = Path.write_bytes
 
             def full(path: Path, data: Any) -> int:
                 if ",1," in path.name:
                     raise OSError(28, "No space left on device")
-                return len(data)
+                return write(path, data)
 
             patched.setattr(Path, "write_bytes", full)
             with pytest.raises(FaultError, match="No space left"):
@@ -148,7 +151,9 @@ async def test_routes_over_the_wire(context: Any, blob: Any, job_name: str, redi
         for group in groups:
             blobs = [blob(job_name, group.group_id, sample) for sample in (0, 1)]
             request = PutEpisodes([GroupSamples(group.lease_id, group.group_id, [0, 1], [1])])
-            with pytest.raises(FaultError, match="2 samples, 1 with routes, came with 2 attachments"):
+            with pytest.raises(
+                FaultError, match="1 with routes, and 0 media, came with 2 attach"
+            ):
                 await client.call(request, attachments=blobs)
             twice = PutEpisodes([GroupSamples(group.lease_id, group.group_id, [0, 1], [1, 1])])
             with pytest.raises(FaultError, match="2 with routes"):

@@ -1,0 +1,47 @@
+"""Fetching of media from the buffer, in as many requests as their size needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from areal_async.base.errors import ProtocolError
+from areal_async.data.images import digest_of
+from areal_async.rpc.client import Client
+from areal_async.rpc.messages import FetchedMedia, FetchMedia
+
+
+class MediaFetch:
+    """Media to fetch, as digests by group, and those that have come. Call `request`, send the request and
+    pass its reply to `take`, until there is no request."""
+
+    def __init__(self, wanted: Mapping[str, Iterable[str]]) -> None:
+        self.found: dict[str, memoryview] = {}
+        self.lost: set[str] = set()
+        """Digests whose bytes the buffer does not have, or has only with changes."""
+        self._wanted = {group_id: [*dict.fromkeys(digests)] for group_id, digests in wanted.items()}
+
+    def request(self) -> FetchMedia | None:
+        known = self.found.keys() | self.lost
+        left = {
+            group_id: [one for one in some if one not in known] for group_id, some in self._wanted.items()
+        }
+        left = {group_id: some for group_id, some in left.items() if some}
+        return FetchMedia(left) if left else None
+
+    def take(self, reply: FetchedMedia, attachments: Sequence[memoryview]) -> None:
+        if not (reply.digests or reply.lost) or len(reply.digests) != len(attachments):
+            raise ProtocolError(f"{len(attachments)} media came for {len(reply.digests)} digests")
+        for digest, data in zip(reply.digests, attachments, strict=True):
+            if digest_of(data) == digest:
+                self.found[digest] = data
+            else:
+                self.lost.add(digest)
+        self.lost.update(reply.lost)
+
+
+async def fetch_media(buffer: Client, wanted: Mapping[str, Iterable[str]]) -> MediaFetch:
+    """Fetch media, as digests by group. Raises the errors of the client's calls."""
+    fetch = MediaFetch(wanted)
+    while (request := fetch.request()) is not None:
+        fetch.take(*await buffer.exchange(request))
+    return fetch
