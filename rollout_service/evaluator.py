@@ -324,7 +324,7 @@ class Evaluator:
             sample=place,
             agents=self.gateway,
         )
-        work = self.workflow(ctx, task)
+        work = self.workflow(ctx, ctx.seeing(task))
         limit_s, debug = self.job.rollout.episode_timeout_s, self.first_failure_ends
         episode, blob = await run_episode(ctx, work, limit_s, debug=debug)
         header = episode.header

@@ -9,13 +9,14 @@ import asyncio
 import os
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_async.base.errors import RpcTimeout
 from areal_async.base.log import get_logger
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import SamplingSection
 from areal_async.models.answers import end_ids
+from areal_async.models.files import reads_images
 from areal_async.models.prompts import with_template_args
 from areal_async.models.tokenizer import load_tokenizer
 from areal_async.rpc.board import board
@@ -25,6 +26,9 @@ from areal_async.weights.receiver import Receiver
 from rollout_service.gateway import Gateway
 from rollout_service.gateway.access import GatewaySetup, ServedModel
 from rollout_service.workflows import Renderer
+
+if TYPE_CHECKING:
+    from areal_async.models.vision import ImageProcessor
 
 T = TypeVar("T")
 log = get_logger("rollout")
@@ -45,11 +49,25 @@ def prepare(torch_threads: int, *, computes: bool) -> None:
     transformers_logging.disable_progress_bar()
 
 
-def make_renderer(model: Path, template_args: Mapping[str, Any] | None = None) -> Renderer:
+def make_renderer(
+    model: Path,
+    template_args: Mapping[str, Any] | None = None,
+    *,
+    pixels: tuple[int | None, int | None] = (None, None),
+) -> Renderer:
     """Return a renderer of prompts with the tokenizer of the job's model. The chat template gets
-    `template_args`. The renderer knows the end ids of the model's answers. Raises `TokenizerError`."""
+    `template_args`. The renderer knows the end ids of the model's answers, and scales images to between
+    `pixels` pixels. Raises `TokenizerError`."""
     tokenizer = with_template_args(load_tokenizer(model), template_args or {})
-    return Renderer(tokenizer, end_ids(tokenizer, model))
+
+    def processor() -> ImageProcessor:
+        from areal_async.models.vision import ImageProcessor  # loads torch
+
+        return ImageProcessor(model, min_pixels=pixels[0], max_pixels=pixels[1])
+
+    return Renderer(
+        tokenizer, end_ids(tokenizer, model), processor=processor if reads_images(model) else None
+    )
 
 
 def make_renderers(job: JobConfig) -> dict[str, Renderer]:
@@ -57,7 +75,9 @@ def make_renderers(job: JobConfig) -> dict[str, Renderer]:
     a renderer, so they can also share paths. Raises `TokenizerError`."""
     renderers: dict[str, Renderer] = {}
     for policy, view in job.views.items():
-        made = make_renderer(view.model, view.rollout.template_args)
+        sizes = view.rollout.images
+        pixels = sizes.min_pixels, sizes.max_pixels
+        made = make_renderer(view.model, view.rollout.template_args, pixels=pixels)
         alike = (other for other in renderers.values() if _tokens(other) == _tokens(made))
         renderers[policy] = next(alike, made)
     return renderers

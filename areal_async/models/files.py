@@ -97,6 +97,15 @@ def image_token(config: Mapping[str, Any]) -> int | None:
     return found if isinstance(found, int) and config.get("vision_config") else None
 
 
+def reads_images(folder: Path) -> bool:
+    """Return whether config.json describes a model that reads images. A model without a readable config.json
+    counts as a model of text."""
+    try:
+        return image_token(json.loads((folder / "config.json").read_bytes())) is not None
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
+
+
 def placeholder_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the ids of tokens that stand for images, videos and sounds, from a config.json. A policy never
     samples them, because nothing could take their place."""

@@ -54,7 +54,15 @@ def prompt_text(
 def message_texts(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """Return a prompt without a template. It is the text, or the contents of the messages, joined by
     newlines."""
-    return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
+    return prompt if isinstance(prompt, str) else "\n".join(map(content_text, prompt))
+
+
+def content_text(message: Mapping[str, Any]) -> str:
+    """Return the content of a message without its images."""
+    content = message["content"]
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(part["text"] for part in content if part["type"] == "text")
 
 
 def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[int]:

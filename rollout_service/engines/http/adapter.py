@@ -273,7 +273,7 @@ class Directory:
     path: Path
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Launch:
     """Parameters for the start of a server."""
 
@@ -285,11 +285,7 @@ class Launch:
     max_model_len: int
     """Largest number of tokens of prompt and answer together, limited by the model's positions."""
     port: int = 0
-
-    @cached_property
-    def facts(self) -> ModelFacts:
-        """Raises `EngineError`."""
-        return read_model(self.model)
+    facts: ModelFacts = ModelFacts(0, None)
 
 
 @dataclass(frozen=True, slots=True)

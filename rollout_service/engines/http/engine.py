@@ -429,7 +429,7 @@ class HttpEngine:
             client = await attached(adapter.title, settings, path=adapter.alive_path)
         else:
             folder = await adapter.prepare(None, weights)
-            launch = Launch(settings, adapter.model, folder, adapter.max_model_len)
+            launch = Launch(settings, adapter.model, folder, adapter.max_model_len, facts=adapter.facts)
             process, client = await started(
                 adapter.title,
                 lambda port: adapter.command(replace(launch, port=port)),

@@ -102,7 +102,7 @@ def command(launch: Launch) -> list[str]:
     if launch.facts.image_token is not None:
         if settings.device == "cpu" and launch.facts.kind.startswith("qwen"):
             raise EngineError(
-                f"SGLang on a CPU cannot serve {launch.facts.kind}, a model that reads images: it lacks kernels "
+                f"SGLang on a CPU cannot serve {launch.facts.kind}, which reads images: it lacks kernels "
                 "for CPUs that this model needs. Use rollout.engine local, or rollout.device cuda"
             )
         if pixels := pixels_of(settings.pixels):
