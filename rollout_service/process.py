@@ -9,14 +9,13 @@ import asyncio
 import os
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from areal_async.base.errors import RpcTimeout
 from areal_async.base.log import get_logger
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import SamplingSection
 from areal_async.models.answers import end_ids
-from areal_async.models.files import reads_images
 from areal_async.models.prompts import with_template_args
 from areal_async.models.tokenizer import load_tokenizer
 from areal_async.rpc.board import board
@@ -26,9 +25,7 @@ from areal_async.weights.receiver import Receiver
 from rollout_service.gateway import Gateway
 from rollout_service.gateway.access import GatewaySetup, ServedModel
 from rollout_service.workflows import Renderer
-
-if TYPE_CHECKING:
-    from areal_async.models.vision import ImageProcessor
+from rollout_service.workflows.images import processor_of
 
 T = TypeVar("T")
 log = get_logger("rollout")
@@ -59,15 +56,7 @@ def make_renderer(
     `template_args`. The renderer knows the end ids of the model's answers, and scales images to between
     `pixels` pixels. Raises `TokenizerError`."""
     tokenizer = with_template_args(load_tokenizer(model), template_args or {})
-
-    def processor() -> ImageProcessor:
-        from areal_async.models.vision import ImageProcessor  # loads torch
-
-        return ImageProcessor(model, min_pixels=pixels[0], max_pixels=pixels[1])
-
-    return Renderer(
-        tokenizer, end_ids(tokenizer, model), processor=processor if reads_images(model) else None
-    )
+    return Renderer(tokenizer, end_ids(tokenizer, model), processor=processor_of(model, pixels))
 
 
 def make_renderers(job: JobConfig) -> dict[str, Renderer]:
@@ -75,9 +64,7 @@ def make_renderers(job: JobConfig) -> dict[str, Renderer]:
     a renderer, so they can also share paths. Raises `TokenizerError`."""
     renderers: dict[str, Renderer] = {}
     for policy, view in job.views.items():
-        sizes = view.rollout.images
-        pixels = sizes.min_pixels, sizes.max_pixels
-        made = make_renderer(view.model, view.rollout.template_args, pixels=pixels)
+        made = make_renderer(view.model, view.rollout.template_args, pixels=view.rollout.images.pixels)
         alike = (other for other in renderers.values() if _tokens(other) == _tokens(made))
         renderers[policy] = next(alike, made)
     return renderers
@@ -121,7 +108,12 @@ def make_gateway(ctx: ServiceContext, *, trains: bool) -> Gateway:
         ctx.keys.of("rollout" if ctx.role == "rollout" else "evaluator"),
         section.model_dump(mode="json"),
         {
-            name: ServedModel(str(view.model), view.rollout.max_model_len, view.rollout.template_args)
+            name: ServedModel(
+                str(view.model),
+                view.rollout.max_model_len,
+                view.rollout.template_args,
+                view.rollout.images.pixels,
+            )
             for name, view in job.views.items()
         },
         trains,

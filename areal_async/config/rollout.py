@@ -85,6 +85,11 @@ class ImagesSection(Section):
     max_pixels: int | None = Field(default=None, ge=1)
     """Maximum pixels of an image; larger images are reduced. The default is the model's own."""
 
+    @property
+    def pixels(self) -> tuple[int | None, int | None]:
+        """Minimum and maximum."""
+        return self.min_pixels, self.max_pixels
+
     @model_validator(mode="after")
     def _a_range(self) -> "ImagesSection":
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:

@@ -477,6 +477,13 @@ class Context:
             raise TurnError(NO_CHAT)
         return text
 
+    def show(self, segment: int, media: Sequence[RequestImage]) -> None:
+        """Record that a segment has images. Their tokens are counted from the start of the segment."""
+        for image in media:
+            facts = self._images.facts(image.digest, image.data)
+            where = {"start": image.first, "n_units": image.count}
+            self.builder.media(segment, image.digest, facts.media_type, facts.size_bytes, **where)
+
     def seeing(self, task: Task) -> Task:
         """Take over the images of a task. Return the task with their digests in its prompt."""
         return self._images.seeing(task)
@@ -531,11 +538,8 @@ class Context:
         self._paths[segment], self._policy[segment] = path, policy
         above = self._media.get(path[0], ()) if isinstance(path, tuple) else ()
         begin = len(self._path(path[0])) if media and isinstance(path, tuple) else 0
-        for image in media:
-            facts = self._images.facts(image.digest)
-            where = {"start": image.first, "n_units": image.count}
-            self.builder.media(segment, image.digest, facts.media_type, facts.size_bytes, **where)
-            above = (*above, image._replace(first=begin + image.first))
+        above += tuple(image._replace(first=begin + image.first) for image in media)
+        self.show(segment, media)
         if above:
             self._media[segment] = above
         if chat is not None:

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from areal_async.base.records import ImageFacts, ImageFile, Task
 from areal_async.data.images import ImageError, inspect_image
+from areal_async.models.files import reads_images
+
+if TYPE_CHECKING:
+    from areal_async.models.vision import ImageProcessor
 
 Part = dict[str, Any]
 Content = str | list[Part]
@@ -58,7 +63,10 @@ class EpisodeImages:
             raise ImageError(f"a result has more than {MOST_IMAGES} images")
         return [dict(part) if _is_text(part) else self._part(part) for part in given]
 
-    def facts(self, digest: str) -> ImageFacts:
+    def facts(self, digest: str, data: bytes) -> ImageFacts:
+        """Return the facts of an image, and take it over if it is not known."""
+        if digest not in self._known:
+            self._part(data)
         return self._known[digest].facts
 
     def of(self, messages: Iterable[Mapping[str, Any]]) -> list[ImageFile]:
@@ -93,6 +101,20 @@ class EpisodeImages:
             self._known[facts.digest] = ImageFile(facts, data)
             self._new[facts.digest] = data
         return {"type": "image", "image": facts.digest}
+
+
+def processor_of(folder: Path, pixels: tuple[int | None, int | None]) -> Callable[[], ImageProcessor] | None:
+    """Return a factory of the image processor of the model in `folder`, or None if the model reads no images.
+    Images are scaled to between `pixels` pixels; None keeps the bound of the model's files."""
+    if not reads_images(folder):
+        return None
+
+    def make() -> ImageProcessor:
+        from areal_async.models.vision import ImageProcessor  # loads torch
+
+        return ImageProcessor(folder, min_pixels=pixels[0], max_pixels=pixels[1])
+
+    return make
 
 
 def has_images(value: Any) -> bool:

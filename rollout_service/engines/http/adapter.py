@@ -233,7 +233,7 @@ def settings_of(
         interface=interface_of(place.host.address) if place and job.weights.channel == "nccl" else "",
         log_path=logs / f"{owner}-{rollout.engine.rpartition(':')[2]}-{replica}.log",
         sleeps=job.placement.share == "time",
-        pixels=(rollout.images.min_pixels, rollout.images.max_pixels),
+        pixels=rollout.images.pixels,
         held_fds=tuple(place.held_fds) if place is not None else (),
     )
 

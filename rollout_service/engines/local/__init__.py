@@ -37,7 +37,7 @@ class Local(EnginePart):
             dtype=job.rollout.resolved_dtype,
             activity=activity,
             mixture=replayed_mixture(job),
-            pixels=(job.rollout.images.min_pixels, job.rollout.images.max_pixels),
+            pixels=job.rollout.images.pixels,
         )
 
 
