@@ -333,9 +333,7 @@ def _content(content: Parts, where: str, images: EpisodeImages) -> Content:
 def _image(part: ImagePart, where: str) -> bytes:
     url = part.image_url.url
     if url[:5].lower() != "data:":
-        raise unsupported(
-            where, "nothing is fetched. Give the image as a data URL (data:image/png;base64,…)"
-        )
+        raise unsupported(where, "nothing is fetched. Give the image as a data URL (data:image/png;base64,…)")
     try:
         (data,) = image_sources([url], Path())
     except ImageError as error:

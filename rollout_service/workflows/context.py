@@ -33,7 +33,7 @@ from rollout_service.engines.base import (
     GenerateResult,
     RequestImage,
 )
-from rollout_service.workflows.images import Content, EpisodeImages
+from rollout_service.workflows.images import NO_CHAT, Content, EpisodeImages
 from rollout_service.workflows.tools import Tool, ToolAnswer, ToolReply, WorkflowResources, run_tool
 from rollout_service.workflows.turns import (
     Chat,
@@ -64,9 +64,6 @@ def call_seed(group_seed: int, sample: int, attempt: int, call: int) -> int:
     """Return a 63-bit seed for one call of one episode. It depends only on the arguments."""
     digest = hashlib.blake2b(_SEED_PARTS.pack(group_seed, sample, attempt, call), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-NO_CHAT = "images can only go on with a path that began with messages: give the tasks a chat as their prompt"
 
 
 class EpisodeAborted(ArealError):
@@ -336,8 +333,7 @@ class Context:
             deadline_s=self.deadline_s,
         )
 
-    # --- segments that no policy samples
-    # ---------------------------------------------------------------------
+    # --- segments that no policy samples --------
 
     def observe(
         self,
@@ -456,8 +452,7 @@ class Context:
         else:
             self.builder.anchor(segment, key)
 
-    # --- queries
-    # ---------------------------------------------------------------------------------------------
+    # --- queries --------
 
     def room(self, segment: int) -> int:
         """Return how many tokens may follow `segment` until the path has its maximum length."""

@@ -26,6 +26,7 @@ Part = dict[str, Any]
 Content = str | list[Part]
 """Content of a message."""
 
+NO_CHAT = "images can only go on with a path that began with messages: give the tasks a chat as their prompt"
 MOST_IMAGES = 64
 """Largest number of images in one result of a tool or an environment."""
 

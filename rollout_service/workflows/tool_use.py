@@ -35,8 +35,8 @@ from rollout_service.gateway.toolcalls import (
     json_block,
     outside_thoughts,
 )
-from rollout_service.workflows.context import NO_CHAT, Context, WorkflowResources
-from rollout_service.workflows.images import Content
+from rollout_service.workflows.context import Context, WorkflowResources
+from rollout_service.workflows.images import NO_CHAT, Content
 from rollout_service.workflows.multi_turn import World, environment_mistakes, opening
 from rollout_service.workflows.tools import ToolAnswer, load_tools
 from rollout_service.workflows.turns import Reply, Rewritten, TurnError
