@@ -7,6 +7,7 @@ kilobytes can therefore not expand to more than `MOST_PIXELS`, and no decoder fo
 
 from __future__ import annotations
 
+import base64
 import io
 import warnings
 from typing import TYPE_CHECKING
@@ -80,6 +81,10 @@ def decode_image(data: bytes | memoryview) -> Image:
         return image.convert("RGB")
     except Exception as error:  # decoders raise many kinds of errors for damaged files
         raise ImageError(f"its pixels cannot be decoded: {_first_line(error)}") from error
+
+
+def data_url(media_type: str, data: bytes) -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 
 def plain_image(data: bytes) -> tuple[str, bytes]:

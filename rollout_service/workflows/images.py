@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from areal_async.base.records import ImageFacts, ImageFile, Task
-from areal_async.data.images import ImageError, inspect_image
+from areal_async.data.images import ImageError, data_url, inspect_image
 from areal_async.models.files import reads_images
 
 if TYPE_CHECKING:
@@ -102,6 +102,22 @@ class EpisodeImages:
             self._known[facts.digest] = ImageFile(facts, data)
             self._new[facts.digest] = data
         return {"type": "image", "image": facts.digest}
+
+
+def with_data_urls(task: Task) -> Task:
+    """Return a task with its images as data URLs in its prompt, in the form of OpenAI's API."""
+    known = {image.facts.digest: image for image in task.images}
+
+    def shown(part: Part) -> Part:
+        if part["type"] != "image":
+            return part
+        facts, data = known[part["image"]]
+        return {"type": "image_url", "image_url": {"url": data_url(facts.media_type, data)}}
+
+    if not known or isinstance(task.prompt, str):
+        return task
+    prompt = [{**message, "content": [*map(shown, message["content"])]} for message in task.prompt]
+    return msgspec.structs.replace(task, prompt=prompt)
 
 
 def processor_of(folder: Path, pixels: tuple[int | None, int | None]) -> Callable[[], ImageProcessor] | None:

@@ -8,7 +8,6 @@ may be trained too.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from areal_async.base.versions import VersionTag
-from areal_async.data.images import ImageError, plain_image
+from areal_async.data.images import ImageError, data_url, plain_image
 from rollout_service.engines.base import RequestError, RequestImage
 
 REMEMBERED = 16
@@ -65,5 +64,4 @@ def has_package(python: Path, name: str) -> bool:
 
 @lru_cache(REMEMBERED)
 def _data_url(data: bytes) -> str:
-    media_type, plain = plain_image(data)
-    return f"data:{media_type};base64,{base64.b64encode(plain).decode()}"
+    return data_url(*plain_image(data))

@@ -15,8 +15,10 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
+from areal_async.base.records import ImageFile, Task
 from areal_async.data.images import inspect_image
 from areal_async.trajectory import SegmentKind
+from rollout_service.workflows.images import with_data_urls
 from tests.unit.gateway.fakes import (
     Scripted,
     assert_recorded_is_what_the_engine_said,
@@ -99,6 +101,20 @@ async def test_images_of_an_agent_become_tokens_media_and_requests(folder: Path)
     assert kinds == [SegmentKind.PROMPT, SegmentKind.ENVIRONMENT]
     assert talk.ctx.new_media == dict(zip(digests, (first, second), strict=True))
     assert header.metadata["roots"] == 1
+
+
+async def test_an_agent_gets_the_images_of_its_task_and_sends_them_back(folder: Path) -> None:
+    image = ImageFile(inspect_image(png(16, 24)), png(16, 24))
+    prompt = [{"role": "user", "content": [text("1+"), {"type": "image"}]}]
+    async with talking(folder, "3") as talk:
+        task = with_data_urls(talk.ctx.seeing(Task("t", prompt, images=(image,))))
+        assert task.prompt[0]["content"] == [
+            text("1+"),
+            {"type": "image_url", "image_url": {"url": shown(image.data)["image_url"]["url"]}},
+        ]
+        await ask(talk, task.prompt)
+    assert [media.digest for media in talk.episode.header.media] == [image.facts.digest]
+    assert talk.ctx.new_media == {}
 
 
 async def test_prompts_that_differ_in_an_image_alone_are_two(folder: Path) -> None:
