@@ -411,14 +411,14 @@ class Context:
     ) -> ToolReply:
         """Call a tool, and add its answer after `parent` as a TOOL segment. The tool is one of the job's
         `tools` or a function marked `@tool`. A text as `arguments` is the tool's only argument; a mapping has
-        the arguments by name. An error in the tool becomes the answer `error: …`. `show` converts the answer
-        to a prompt. By default, this is a message with the role `tool` if the path is a chat, and otherwise
-        the text itself."""
+        the arguments by name. An error in the tool becomes the answer `error: …`. `show` converts an answer
+        without images to a prompt. By default, this is a message with the role `tool` if the path is a chat,
+        and otherwise the text itself."""
         answer = await self.call_tool(name, arguments, timeout_s=timeout_s)
         text = f"error: {answer.error}" if answer.error else answer.text
         called = name.name if isinstance(name, Tool) else name
         content: Prompt = text
-        if show is not None:
+        if show is not None and not answer.parts:
             content = show(text)
         elif parent in self._chats:
             content = [{"role": "tool", "name": called, "content": [*answer.parts] or text}]
