@@ -84,7 +84,7 @@ class RequestImage(NamedTuple):
     data: bytes
     """The file of the image, in a format that `areal_async.data.images` reads."""
     first: int
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple has a method of this name
 
 
 @dataclass(frozen=True, slots=True)

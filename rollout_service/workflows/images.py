@@ -11,7 +11,7 @@ import io
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
 
@@ -20,6 +20,8 @@ from areal_async.data.images import ImageError, data_url, inspect_image
 from areal_async.models.files import reads_images
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from areal_async.models.vision import ImageProcessor
 
 Part = dict[str, Any]
@@ -144,7 +146,7 @@ def has_images(value: Any) -> bool:
     return all(kind in ("text", "image", True) for kind in kinds) and not set(kinds) <= {"text"}
 
 
-def is_picture(value: Any) -> bool:
+def is_picture(value: Any) -> TypeGuard[Image]:
     """Return whether a value is an image of Pillow, which is not imported for the question."""
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(value, pillow.Image)
