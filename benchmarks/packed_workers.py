@@ -198,8 +198,8 @@ async def pack(topology: Path, samples: Path) -> None:
 
     service.REGISTRY = OwnRegistry()  # type: ignore[assignment]
     made = cache(process.make_renderer)
-    # All workers here are of one job, whose template takes no arguments.
-    process.make_renderer = lambda model, template_args=None: made(model)
+    # All workers here are of one job, whose template takes no arguments, and which has no images.
+    process.make_renderer = lambda model, template_args=None, *, pixels=(None, None): made(model)
     tasks: dict[str, asyncio.Task[None]] = {}
     contexts: dict[str, ServiceContext] = {}
     seen: dict[str, list[tuple[float, float]]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Environments in which a policy acts. Observations and actions are texts.
+"""Environments in which a policy acts. Actions are texts, and observations are texts or images.
 
     class World:
         def reset(self, seed, task): return "what the model sees first"
@@ -30,7 +30,8 @@ class EnvironmentFailure(ArealError):
 class Step(NamedTuple):
     """Result of an action."""
 
-    observation: str
+    observation: Any
+    """A text, an image, or a list of parts with images (`rollout_service/workflows/images.py`)."""
     reward: float = 0.0
     done: bool = False
     info: Mapping[str, Any] = MappingProxyType({})
@@ -43,9 +44,9 @@ class Environment(Protocol):
     microseconds, so they run on the event loop. Otherwise each call runs in a thread with a deadline.
     `state()` returns a text for `ctx.anchor`. Equal texts mean equal states."""
 
-    def reset(self, seed: int, task: Task) -> str:
-        """Start an episode and return the first text. `seed` is the group's seed, so all samples of a group
-        get the same environment and the same random numbers."""
+    def reset(self, seed: int, task: Task) -> Any:
+        """Start an episode and return the first observation, as in `Step`. `seed` is the group's seed, so all
+        samples of a group get the same environment and the same random numbers."""
         ...
 
     def step(self, action: str) -> Step: ...

@@ -327,7 +327,7 @@ class Evaluator:
             agents=self.gateway,
         )
         task = await asyncio.to_thread(self.whole, task) if task.images else task
-        work = self.workflow(ctx, task)
+        work = self.workflow(ctx, ctx.seeing(task))
         limit_s, debug = self.job.rollout.episode_timeout_s, self.first_failure_ends
         episode, blob = await run_episode(ctx, work, limit_s, debug=debug)
         header = episode.header

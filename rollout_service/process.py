@@ -25,6 +25,7 @@ from areal_async.weights.receiver import Receiver
 from rollout_service.gateway import Gateway
 from rollout_service.gateway.access import GatewaySetup, ServedModel
 from rollout_service.workflows import Renderer
+from rollout_service.workflows.images import processor_of
 
 T = TypeVar("T")
 log = get_logger("rollout")
@@ -45,11 +46,17 @@ def prepare(torch_threads: int, *, computes: bool) -> None:
     transformers_logging.disable_progress_bar()
 
 
-def make_renderer(model: Path, template_args: Mapping[str, Any] | None = None) -> Renderer:
+def make_renderer(
+    model: Path,
+    template_args: Mapping[str, Any] | None = None,
+    *,
+    pixels: tuple[int | None, int | None] = (None, None),
+) -> Renderer:
     """Return a renderer of prompts with the tokenizer of the job's model. The chat template gets
-    `template_args`. The renderer knows the end ids of the model's answers. Raises `TokenizerError`."""
+    `template_args`. The renderer knows the end ids of the model's answers, and scales images to between
+    `pixels` pixels. Raises `TokenizerError`."""
     tokenizer = with_template_args(load_tokenizer(model), template_args or {})
-    return Renderer(tokenizer, end_ids(tokenizer, model))
+    return Renderer(tokenizer, end_ids(tokenizer, model), processor=processor_of(model, pixels))
 
 
 def make_renderers(job: JobConfig) -> dict[str, Renderer]:
@@ -57,7 +64,7 @@ def make_renderers(job: JobConfig) -> dict[str, Renderer]:
     a renderer, so they can also share paths. Raises `TokenizerError`."""
     renderers: dict[str, Renderer] = {}
     for policy, view in job.views.items():
-        made = make_renderer(view.model, view.rollout.template_args)
+        made = make_renderer(view.model, view.rollout.template_args, pixels=view.rollout.images.pixels)
         alike = (other for other in renderers.values() if _tokens(other) == _tokens(made))
         renderers[policy] = next(alike, made)
     return renderers
@@ -101,7 +108,12 @@ def make_gateway(ctx: ServiceContext, *, trains: bool) -> Gateway:
         ctx.keys.of("rollout" if ctx.role == "rollout" else "evaluator"),
         section.model_dump(mode="json"),
         {
-            name: ServedModel(str(view.model), view.rollout.max_model_len, view.rollout.template_args)
+            name: ServedModel(
+                str(view.model),
+                view.rollout.max_model_len,
+                view.rollout.template_args,
+                view.rollout.images.pixels,
+            )
             for name, view in job.views.items()
         },
         trains,

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from areal_async.config.base import Dtype, Section, dtype_on
 
@@ -76,6 +76,27 @@ class GatewaySection(Section):
         return host
 
 
+class ImagesSection(Section):
+    """Sizes to which images of prompts and results are scaled, if the model accepts a range. A larger image
+    has more tokens. Engines and trainer use the same sizes."""
+
+    min_pixels: int | None = Field(default=None, ge=1)
+    """Minimum pixels of an image; smaller images are enlarged. The default is the model's own."""
+    max_pixels: int | None = Field(default=None, ge=1)
+    """Maximum pixels of an image; larger images are reduced. The default is the model's own."""
+
+    @property
+    def pixels(self) -> tuple[int | None, int | None]:
+        """Minimum and maximum."""
+        return self.min_pixels, self.max_pixels
+
+    @model_validator(mode="after")
+    def _a_range(self) -> "ImagesSection":
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels {self.min_pixels} is more than max_pixels {self.max_pixels}")
+        return self
+
+
 class RolloutSection(Section):
     engine: str = "local"
     """`local` (torch), `sglang` or `vllm` (installed by `make engines-gpu`, on a CPU by `make engines`), an
@@ -123,6 +144,7 @@ class RolloutSection(Section):
     dtype: Dtype = "auto"
     """Number type of the weights and the computation. `auto` is `bfloat16` on a GPU and `float32` on a
     CPU."""
+    images: ImagesSection = ImagesSection()
     server: ServerSection = ServerSection()
 
     @property

@@ -7,6 +7,7 @@ kilobytes can therefore not expand to more than `MOST_PIXELS`, and no decoder fo
 
 from __future__ import annotations
 
+import base64
 import io
 import warnings
 from typing import TYPE_CHECKING
@@ -80,6 +81,24 @@ def decode_image(data: bytes | memoryview) -> Image:
         return image.convert("RGB")
     except Exception as error:  # decoders raise many kinds of errors for damaged files
         raise ImageError(f"its pixels cannot be decoded: {_first_line(error)}") from error
+
+
+def data_url(media_type: str, data: bytes) -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def plain_image(data: bytes) -> tuple[str, bytes]:
+    """Return the media type and the bytes of an image that every decoder reads as `decode_image` does. An
+    image with transparent pixels, a palette or a rotation becomes a PNG. Raises `ImageError`."""
+    from PIL.ExifTags import Base
+
+    facts, image = inspect_image(data), _opened(data)
+    turned = image.getexif().get(Base.Orientation, 1) != 1
+    if image.mode in ("RGB", "L") and not turned and "transparency" not in image.info:
+        return facts.media_type, data
+    file = io.BytesIO()
+    decode_image(data).save(file, "PNG", compress_level=1)
+    return FORMATS["PNG"], file.getvalue()
 
 
 def _opened(data: bytes | memoryview) -> Image:

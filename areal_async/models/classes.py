@@ -39,13 +39,21 @@ def logits_scaling(config: Any) -> tuple[float, float | None]:
     return scale, next((found for name in caps if (found := getattr(text, name, None))), None)
 
 
+def names_of_other_parts(model: Any) -> set[str]:
+    """Return the names of the tensors of a model outside its language model and its output layer, such as
+    those of a vision tower."""
+    parts: list[nn.Module] = [model.get_decoder(), model.get_output_embeddings()]
+    held = [part.state_dict(keep_vars=True).values() for part in parts if part is not None]
+    inside = {id(tensor) for tensors in held for tensor in tensors}
+    return {name for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) not in inside}
+
+
 def freeze_other_parts(model: Any) -> None:
     """Freeze all parameters of a model outside its language model and its output layer, such as a vision
     tower."""
-    parts: list[nn.Module] = [model.get_decoder(), model.get_output_embeddings()]
-    trained = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in trained:
+    others = names_of_other_parts(model)
+    for name, parameter in model.named_parameters():
+        if name in others:
             parameter.requires_grad_(False)
 
 

@@ -85,6 +85,33 @@ def _of_config(folder: Path, names: tuple[str, ...]) -> int:
         return 0
 
 
+PLACEHOLDERS = [f"{kind}_token_{name}" for kind in ("image", "video", "audio") for name in ("id", "index")]
+"""Names in configurations for the ids of tokens that stand for images, videos and sounds."""
+
+
+def image_token(config: Mapping[str, Any]) -> int | None:
+    """Return the id of the token that stands for a feature of an image, from a config.json. Return None if
+    the model reads no images."""
+    found = config.get("image_token_id", config.get("image_token_index"))
+    return found if isinstance(found, int) and config.get("vision_config") else None
+
+
+def reads_images(folder: Path) -> bool:
+    """Return whether config.json describes a model that reads images. A model without a readable config.json
+    counts as a model of text."""
+    try:
+        return image_token(json.loads((folder / "config.json").read_bytes())) is not None
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
+
+
+def placeholder_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ids of tokens that stand for images, videos and sounds, from a config.json. A policy never
+    samples them, because nothing could take their place."""
+    found = {config.get(name) for name in PLACEHOLDERS}
+    return tuple(sorted(token for token in found if isinstance(token, int) and token >= 0))
+
+
 def cannot_be_packed(config: Mapping[str, Any]) -> str:
     """Return the reason why the trainer refuses a model with this config.json, or "" if there is none. This
     check finds common reasons without torch; the trainer's probe of the model decides."""

@@ -61,8 +61,17 @@ class SampleRefused(Message, frozen=True):
     code: str | None = None
 
 
+class PlacedImage(Record, frozen=True):
+    """An image whose placeholder tokens are tokens [first, first + count) of the path."""
+
+    digest: str
+    first: int
+    count: int
+
+
 class Sample(Request[Sampled | SampleRefused], frozen=True):
-    """Sample answers for a call. The attachment has the ids (i32) of the whole path before the answers."""
+    """Sample answers for a call. The first attachment has the ids (i32) of the whole path before the answers.
+    The others are the images of `media`."""
 
     key: bytes
     call: int
@@ -80,6 +89,8 @@ class Sample(Request[Sampled | SampleRefused], frozen=True):
     """`SegmentKind` of the ids after that answer."""
     root: Literal["", "new", "history", "template"] = ""
     """Reason why a new path begins, or empty."""
+    media: list[PlacedImage] = []
+    """Images after the parent's answer."""
 
 
 class RecordedCall(Record, frozen=True):

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,17 @@ class Weights(Protocol):
         ...
 
 
+class RequestImage(NamedTuple):
+    """An image in a prompt. Its placeholder tokens are tokens [first, first + count) of the prompt."""
+
+    digest: str
+    """`blake3:<hex>` of `data`"""
+    data: bytes
+    """The file of the image, in a format that `areal_async.data.images` reads."""
+    first: int
+    count: int  # type: ignore[assignment]  # a tuple has a method of this name
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """Continuation of `prompt_ids` (at least one id). `request_id` is unique among the requests in flight."""
@@ -95,6 +106,8 @@ class GenerateRequest:
     deadline_s: float | None = None
     """Time on `time.monotonic`'s clock after which the request ends with `DeadlinePassed`. `ReplicaSet`
     enforces it by cancelling the call, so an engine need not."""
+    media: tuple[RequestImage, ...] = ()
+    """Images in the order of their tokens. All placeholder tokens of the prompt belong to one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +252,23 @@ def checked_ids(prompt_ids: Sequence[int] | npt.NDArray[Any], *, vocab_size: int
         outside = ids[(ids < 0) | (ids >= vocab_size)]
         raise RequestError(f"token id {int(outside[0])} is not in the model's vocabulary of {vocab_size} ids")
     return ids.astype(np.int32, copy=ids.flags.writeable)
+
+
+def check_images(ids: Ids, media: Sequence[RequestImage], placeholder: int) -> None:
+    """Raise `RequestError` unless the placeholder tokens of a prompt are those of its images, in order."""
+    found, end = 0, 0
+    for number, image in enumerate(media):
+        span = ids[image.first : image.first + image.count]
+        inside = image.first >= end and len(span) == image.count > 0
+        if not inside or span[0] != placeholder or span[-1] != placeholder:
+            raise RequestError(
+                f"image {number} has tokens {image.first} to {image.first + image.count}, which are no "
+                f"placeholder tokens (id {placeholder}) of its own"
+            )
+        end = image.first + image.count
+        found += int((span == placeholder).sum())
+    if (count := int((ids == placeholder).sum())) != found:
+        raise RequestError(f"a prompt has {count} placeholder tokens, and its images have {found}")
 
 
 def check_sampling(sampling: Sampling) -> None:

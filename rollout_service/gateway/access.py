@@ -65,6 +65,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     folder: str
     max_model_len: int
     template_args: dict[str, Any] = {}
+    pixels: tuple[int | None, int | None] = (None, None)
+    """Minimum and maximum of the pixels to which images are scaled."""
 
 
 class GatewaySetup(msgspec.Struct, frozen=True):
@@ -299,7 +301,7 @@ class Gateway:
         session = self._sessions.get(request.key)
         if session is None:
             return SampleRefused(401, ENDED, "invalid_api_key")
-        return await session.sample(request, np.frombuffer(attachments[0], np.int32))
+        return await session.sample(request, np.frombuffer(attachments[0], np.int32), attachments[1:])
 
     async def _on_drop(self, _: Peer, request: DropCall, __: list[memoryview]) -> Answer:
         if (session := self._sessions.get(request.key)) is not None:

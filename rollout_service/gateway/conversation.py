@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from areal_async.trajectory import SegmentKind
+from rollout_service.engines.base import RequestImage
 from rollout_service.gateway.requests import Conversation, Ids, Message, SampledChoice, load_json
 from rollout_service.gateway.template import AskedPrompt, ChatTemplate, canonical
 from rollout_service.workflows.turns import SampledText
@@ -38,6 +39,8 @@ class RecordedAnswer(NamedTuple):
     given: AskedPrompt
     said: SampledText
     tool_ids: tuple[str, ...] = ()
+    media: tuple[RequestImage, ...] = ()
+    """Images of the path."""
 
 
 class CallPlan(NamedTuple):
@@ -52,6 +55,13 @@ class CallPlan(NamedTuple):
     """Reason why the call begins a path, or None if it continues `parent`."""
     keys: tuple[Key, ...]
     """Keys of the conversation, one per message."""
+    media: tuple[RequestImage, ...] = ()
+    """Images of `ids`."""
+
+    @property
+    def new_media(self) -> tuple[RequestImage, ...]:
+        """Images after the parent."""
+        return self.media if self.parent is None else self.media[len(self.parent.media) :]
 
 
 @dataclass(slots=True)
@@ -77,10 +87,20 @@ class ConversationTree:
                 turn = _best(known, asked.messages[last - 1])
                 more = self.template.continuation(asked, text, last, turn.given, turn.said)
                 if more is not None:
-                    new = self.template.ids(more, after=turn.said.end)
+                    images = asked.images.of(asked.messages[last:])
+                    begin, media = len(turn.path), turn.media
+                    if images:
+                        shown = self.template.expanded(more, images)
+                        new = shown.ids
+                        media += tuple(each._replace(first=begin + each.first) for each in shown.media)
+                    else:
+                        new = self.template.ids(more, after=turn.said.end)
                     tools = any(message["role"] == "tool" for message in asked.messages[last:])
                     kind = SegmentKind.TOOL if tools else SegmentKind.ENVIRONMENT
-                    return CallPlan(np.concatenate((turn.path, new)), turn, kind, given, None, keys)
+                    return CallPlan(np.concatenate((turn.path, new)), turn, kind, given, None, keys, media)
+        if images := asked.images.of(asked.messages):
+            shown = self.template.expanded(text, images)
+            return CallPlan(shown.ids, None, SegmentKind.PROMPT, given, root, keys, shown.media)
         return CallPlan(self.template.root_ids(text), None, SegmentKind.PROMPT, given, root, keys)
 
     # --- after the call ------------------------------------------------------------------------------
@@ -91,7 +111,7 @@ class ConversationTree:
             np.concatenate((plan.ids, choice.token_ids)),
             tuple(c["id"] for c in choice.tool_calls),
         )
-        turn = RecordedAnswer(answer, path, plan.given, choice.said, tool_ids)
+        turn = RecordedAnswer(answer, path, plan.given, choice.said, tool_ids, plan.media)
         # The answer in the form in which the agent sends it back.
         reply = {"role": "assistant", "content": choice.content, "tool_calls": choice.tool_calls}
         self._turns.setdefault(linked(plan.keys[-1], reply), []).append(turn)
@@ -113,7 +133,9 @@ def linked(before: Key, message: Message) -> Key:
     calls = message.get("tool_calls") or ()
     if calls:
         calls = [[one["function"]["name"], _arguments(one["function"]["arguments"])] for one in calls]
-    said = (message["role"], message["content"].strip(), calls, message.get("name"))
+    content = message["content"]
+    content = content.strip() if isinstance(content, str) else content
+    said = (message["role"], content, calls, message.get("name"))
     return hashlib.blake2b(before + _encode(said), digest_size=16).digest()
 
 

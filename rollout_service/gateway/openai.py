@@ -8,12 +8,15 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
+from areal_async.data.images import ImageError
+from areal_async.data.task_images import image_sources
 from rollout_service.gateway.requests import (
     ApiError,
     Conversation,
@@ -26,6 +29,7 @@ from rollout_service.gateway.requests import (
     unsupported,
 )
 from rollout_service.gateway.template import ChatTemplate
+from rollout_service.workflows.images import Content, EpisodeImages
 
 HARMLESS = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier")) | frozenset(
     ("prompt_cache_key", "prompt_cache_retention")
@@ -57,9 +61,25 @@ NAMED = re.compile(r"Object (?:missing required|contains unknown) field `(?P<nam
 
 
 class TextPart(msgspec.Struct, tag="text", tag_field="type"):
-    """A text part of a message. Other kinds are refused."""
+    """A text part of a message."""
 
     text: str
+
+
+class ImageUrl(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+    detail: Literal["auto", "low", "high"] = "auto"
+    """Ignored, because `rollout.images` of the job sets the size of images."""
+
+
+class ImagePart(msgspec.Struct, tag="image_url", tag_field="type"):
+    """An image of a message. Parts of other kinds are refused."""
+
+    image_url: ImageUrl
+
+
+Parts = str | list[TextPart | ImagePart] | None
+"""Content of a message."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -94,7 +114,7 @@ class MessageToolCall(msgspec.Struct):
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Parts = None
     name: str | None = None
     tool_calls: list[MessageToolCall] = []
     tool_call_id: str | None = None
@@ -134,7 +154,9 @@ class ChatCall:
         if clash := TEMPLATE_OWN.intersection(body.chat_template_kwargs):
             raise bad("chat_template_kwargs", f"{sorted(clash)[0]} is not for the caller to set")
         tools = [_declared(tool.function) for tool in body.tools]
-        self.prompt = Conversation(_messages(body.messages), tools, body.chat_template_kwargs)
+        images = EpisodeImages({})
+        messages = _messages(body.messages, images)
+        self.prompt = Conversation(messages, tools, body.chat_template_kwargs, images)
         named = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
         self.sampling = {name: value for name, value in named.items() if value is not None}
         if body.top_k is not None:
@@ -267,14 +289,14 @@ def _declared(function: ToolFunction) -> dict[str, Any]:
     return {"type": "function", "function": shown}
 
 
-def _messages(given: list[ChatMessage]) -> list[Message]:
+def _messages(given: list[ChatMessage], images: EpisodeImages) -> list[Message]:
     messages: list[Message] = []
     names: dict[str, str] = {}
     for i, message in enumerate(given):
         role = "system" if message.role == "developer" else message.role
         if message.content is None and role != "assistant":
             raise bad(f"messages[{i}].content", f"a message of role {role!r} must have content")
-        made: Message = {"role": role, "content": _text(message.content)}
+        made: Message = {"role": role, "content": _content(message.content, f"messages[{i}].content", images)}
         if message.name is not None:
             made["name"] = message.name
         if role == "assistant" and message.tool_calls:
@@ -290,10 +312,34 @@ def _messages(given: list[ChatMessage]) -> list[Message]:
     return messages
 
 
-def _text(content: str | Sequence[TextPart] | None) -> str:
+def _content(content: Parts, where: str, images: EpisodeImages) -> Content:
+    """Return the content of a message for a chat template. Its images are added to `images`."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(part.text for part in content)
+    if not any(isinstance(part, ImagePart) for part in content):
+        return "\n".join(part.text for part in content if isinstance(part, TextPart))
+    parts: list[Any] = []
+    for number, part in enumerate(content):
+        if isinstance(part, TextPart):
+            parts.append({"type": "text", "text": part.text})
+        else:
+            parts.append({"type": "image", "image": _image(part, f"{where}[{number}].image_url.url")})
+    try:
+        return images.content(parts)
+    except ImageError as error:
+        raise bad(where, f"an image cannot be used: {error}") from error
+
+
+def _image(part: ImagePart, where: str) -> bytes:
+    url = part.image_url.url
+    if url[:5].lower() != "data:":
+        raise unsupported(where, "nothing is fetched. Give the image as a data URL (data:image/png;base64,…)")
+    try:
+        (data,) = image_sources([url], Path())
+    except ImageError as error:
+        raise bad(where, f"the image cannot be used: {error}. {error.fix}") from error
+    assert isinstance(data, bytes)
+    return data
 
 
 def _tool_call(call: MessageToolCall) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -35,6 +35,7 @@ from rollout_service.engines.base import (
     GenerateRequest,
     GenerateResult,
     RequestError,
+    RequestImage,
 )
 from rollout_service.gateway.requests import ENDED, Ids
 from rollout_service.workflows.context import call_seed
@@ -58,8 +59,11 @@ class RecordedCalls:
     roots: Counter[str] = field(default_factory=Counter)
     segments: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """Segment and turn of each answer."""
+    media: dict[tuple[int, int], tuple[RequestImage, ...]] = field(default_factory=dict)
+    """Images of the path of each answer."""
     prompts: dict[tuple[str, int, bytes], int] = field(default_factory=dict)
-    """(policy, the parent's segment or -1 for a root, the ids after the parent) → the prompt's segment."""
+    """(policy, the parent's segment or -1 for a root, the ids and images after the parent) → the prompt's
+    segment."""
 
 
 @dataclass(eq=False)
@@ -68,6 +72,7 @@ class _OpenCall:
 
     asked: Sample
     ids: Ids
+    media: tuple[RequestImage, ...]  # Images of the path
     requests: Sequence[GenerateRequest]
     results: Sequence[GenerateResult] = ()
     work: asyncio.Future[list[GenerateResult]] | None = None
@@ -118,11 +123,15 @@ class Session:
 
     # --- a call --------------------------------------------------------------------------------------
 
-    async def sample(self, asked: Sample, ids: Ids) -> Answer:
+    async def sample(self, asked: Sample, ids: Ids, images: Sequence[memoryview] = ()) -> Answer:
         """Return the engine's answers to a call, or the reason why there are none."""
         if self._ended:
             return SampleRefused(401, ENDED, "invalid_api_key")
-        call = self.open[asked.call] = _OpenCall(asked, ids, self._requests(asked, ids))
+        media = self._record.media.get(asked.parent, ()) if asked.parent is not None else ()
+        for placed, data in zip(asked.media, images, strict=True):
+            media += (RequestImage(placed.digest, bytes(data), placed.first, placed.count),)
+        call = _OpenCall(asked, ids, media, self._requests(asked, ids, media))
+        self.open[asked.call] = call
         call.work = asyncio.ensure_future(
             every([self._episode.ask(asked.policy, request) for request in call.requests])
         )
@@ -145,7 +154,7 @@ class Session:
             metrics.GATEWAY_CALLS.labels(str(refused.status)).inc()
         return refused
 
-    def _requests(self, asked: Sample, ids: Ids) -> list[GenerateRequest]:
+    def _requests(self, asked: Sample, ids: Ids, media: tuple[RequestImage, ...]) -> list[GenerateRequest]:
         episode, number = self._episode, CALLS_FROM + self._record.requests
         if asked.seed is not None:
             # The episode's own seed is always part of it, because the samples of a group must differ.
@@ -158,7 +167,8 @@ class Session:
         for index, seed in enumerate(seeds):
             sampling = msgspec.structs.replace(episode.drawn(asked.sampling), seed=seed)
             name = f"gateway-{first + index}"
-            requests.append(episode.request(name, ids, sampling, asked.policy, parent))
+            request = episode.request(name, ids, sampling, asked.policy, parent)
+            requests.append(replace(request, media=media))
         return requests
 
     def drop(self, number: int) -> None:
@@ -188,7 +198,8 @@ class Session:
         parent, depth = (-1, 0) if asked.parent is None else record.segments[asked.parent]
         new = call.ids[asked.known :]
         agent, policy = self._episode.speaker(None, asked.policy)
-        place = (policy, parent, new.tobytes())
+        own = call.media[len(call.media) - len(asked.media) :]
+        place = (policy, parent, new.tobytes() + b"".join(image.digest.encode() for image in own))
         if len(new) == 0 and parent >= 0:
             prompt = parent
         elif place in record.prompts:
@@ -197,6 +208,7 @@ class Session:
             above = None if parent < 0 else parent
             kind = SegmentKind(asked.kind)
             prompt = record.prompts[place] = builder.observed(kind, new, above, agent, depth)
+            self._episode.show(prompt, [image._replace(first=image.first - asked.known) for image in own])
             if asked.root:
                 record.roots[asked.root] += 1
                 metrics.GATEWAY_ROOTS.labels(asked.root).inc()
@@ -204,6 +216,7 @@ class Session:
             request = call.requests[index]
             segment = self._episode.answered(request, result, parent=prompt, agent=agent, turn=depth)
             record.segments[asked.call, index] = (segment, depth + 1)
+            record.media[asked.call, index] = call.media
             builder.text(response=sent.responses[index])
             metrics.GATEWAY_TOKENS.inc(len(result.token_ids))
         if not record.calls:

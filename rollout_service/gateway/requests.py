@@ -13,12 +13,13 @@ import numpy.typing as npt
 
 from areal_async.base.errors import ArealError
 from areal_async.trajectory.layout import FinishReason
+from rollout_service.workflows.images import EpisodeImages
 from rollout_service.workflows.turns import SampledText
 
 Ids = npt.NDArray[np.int32]
 Message = dict[str, Any]
-"""A message for a chat template: `role`, `content` (text), and `tool_calls` with their `arguments` as
-objects."""
+"""A message for a chat template: `role`, `content` (text, or parts with images), and `tool_calls` with their
+`arguments` as objects."""
 
 ENDED = "the episode of this API key has ended"
 
@@ -63,6 +64,8 @@ class Conversation:
     tools: list[dict[str, Any]] = field(default_factory=list)
     template: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the template, such as `enable_thinking`."""
+    images: EpisodeImages = field(default_factory=lambda: EpisodeImages({}))
+    """Images of the messages."""
 
 
 class SampledChoice(NamedTuple):

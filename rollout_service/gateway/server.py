@@ -46,6 +46,7 @@ from rollout_service.gateway.recording import digest_of
 from rollout_service.gateway.requests import ENDED, ApiError, check_json, too_deep
 from rollout_service.gateway.session import AgentCalls, Recorder, RunningCall
 from rollout_service.gateway.template import ChatTemplate
+from rollout_service.workflows.images import processor_of
 
 REMEMBERED_KEYS = 4096  # Ended keys whose refusal still says that they ended
 CONNECTIONS = 1024
@@ -65,7 +66,12 @@ class Front:
         self._setup = setup
         formats, models = self.section.tool_format, setup.models
         self._templates = {
-            policy: ChatTemplate(tokenizer, formats, end_ids(tokenizer, Path(models[policy].folder)))
+            policy: ChatTemplate(
+                tokenizer,
+                formats,
+                end_ids(tokenizer, Path(models[policy].folder)),
+                processor_of(Path(models[policy].folder), models[policy].pixels),
+            )
             for policy, tokenizer in tokenizers.items()
         }
         self._served: dict[str, tuple[str, Any]] = {

@@ -23,6 +23,7 @@ from areal_async.rpc.client import Client
 from areal_async.rpc.gateway_messages import (
     DropCall,
     OpenSession,
+    PlacedImage,
     RecordCalls,
     RecordedCall,
     Sample,
@@ -163,12 +164,12 @@ class AgentCalls:
             0 if parent is None else len(parent.path),
             plan.kind,
             plan.root or "",
+            [PlacedImage(image.digest, image.first, image.count) for image in plan.new_media],
         )
+        sent = [plan.ids.tobytes(), *(image.data for image in plan.new_media)]
         limit_s = self.section.call_timeout_s
         try:
-            reply, attachments = await self.worker.exchange(
-                request, timeout_s=limit_s, attachments=[plan.ids.tobytes()]
-            )
+            reply, attachments = await self.worker.exchange(request, timeout_s=limit_s, attachments=sent)
         except RpcTimeout:
             late = f"no answer within {limit_s:g} s (rollout.gateway.call_timeout_s)"
             raise ApiError(504, late, code="timeout") from None

@@ -6,16 +6,29 @@ A recorded path is continued by the same rule as in workflows (`workflows/turns.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from areal_async.base.records import ImageFile
+from areal_async.data.images import ImageError
 from areal_async.models.answers import Detokenizer, end_ids, turn_closing
 from rollout_service.gateway.requests import ApiError, Conversation, Ids, Message
 from rollout_service.gateway.toolcalls import Format, format_of, parse
-from rollout_service.workflows.turns import RenderedPrompt, SampledText, Spelled, tail
+from rollout_service.workflows.turns import (
+    Rendered,
+    RenderedPrompt,
+    Renderer,
+    SampledText,
+    Spelled,
+    TurnError,
+    tail,
+)
+
+if TYPE_CHECKING:
+    from areal_async.models.vision import ImageProcessor
 
 _KNOWN_TEXTS, _KNOWN_CHARS = 256, 1 << 16  # Cached renderings, and their longest text
 
@@ -34,9 +47,14 @@ class ChatTemplate:
     """The chat template of a job's tokenizer. All methods are pure."""
 
     def __init__(
-        self, tokenizer: Any, tool_format: ToolFormat = "auto", ends: Collection[int] | None = None
+        self,
+        tokenizer: Any,
+        tool_format: ToolFormat = "auto",
+        ends: Collection[int] | None = None,
+        processor: Callable[[], ImageProcessor] | None = None,
     ) -> None:
-        """`ends` are the ids that end an answer. The default is the tokenizer's."""
+        """`ends` are the ids that end an answer. The default is the tokenizer's. `processor` makes the image
+        processor of a model that reads images."""
         self.tokenizer = tokenizer
         template = tokenizer.chat_template
         source = template if isinstance(template, str) else json.dumps(template or "")
@@ -48,6 +66,7 @@ class ChatTemplate:
         if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
+        self._renderer = Renderer(tokenizer, self._ends, processor=processor)
         self._known_ids = lru_cache(_KNOWN_TEXTS)(self._plain_ids)
         self._end_text = lru_cache(len(self._ends))(lambda token: self.raw([token]))
 
@@ -69,6 +88,13 @@ class ChatTemplate:
         return np.asarray(
             self._known_ids(text) if len(text) < _KNOWN_CHARS else self._plain_ids(text), np.int32
         )
+
+    def expanded(self, text: str, images: Sequence[ImageFile]) -> Rendered:
+        """Return a text with one placeholder for each image as ids. Raises `ApiError`."""
+        try:
+            return self._renderer.expanded(text, images)
+        except (TurnError, ImageError) as error:
+            raise ApiError(400, str(error), param="messages") from error
 
     def _plain_ids(self, text: str) -> list[int]:
         if self._backend is not None:

@@ -51,7 +51,7 @@ async def _serve(ctx: ServiceContext, model: Path, request: AnswersRequest, prom
     job = ctx.job
     prepare_evaluation(job)
     engine = lone_engine(ctx, max(1, request.n))
-    render = make_renderer(job.model, job.rollout.template_args)
+    render = make_renderer(job.model, job.rollout.template_args, pixels=job.rollout.images.pixels)
     if not request.raw and getattr(render.tokenizer, "chat_template", None) is None:
         mistake = Mistake("PROMPT", "the model's tokenizer has no chat template", "Add --raw for plain text")
         raise ConfigError("the command line", [mistake])

@@ -353,7 +353,7 @@ class Worker:
         limit_s = self.job.rollout.episode_timeout_s
         ctx = self._context(lease, sample, greedy=sample == self.job.rollout.greedy_sample)
         try:
-            work = self.workflow(ctx, await self._task_of(lease))
+            work = self.workflow(ctx, ctx.seeing(await self._task_of(lease)))
             episode, blob = await run_episode(ctx, work, limit_s, debug=self.first_failure_ends)
             routes = pack_routes(episode)
             named = {each.digest for each in episode.header.media}

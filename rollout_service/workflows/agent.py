@@ -31,6 +31,7 @@ from areal_async.base.records import Task
 from areal_async.config.base import Section
 from areal_async.config.user_file import run_user_file
 from rollout_service.workflows.context import Context, WorkflowResources
+from rollout_service.workflows.images import with_data_urls
 
 if TYPE_CHECKING:
     from rollout_service.gateway import Session
@@ -62,7 +63,7 @@ class AgentWorkflow:
 
         agent: str | None = Field(default=None, pattern=r"^.+\.py:.+$")
         """`path.py:name` of an `async def agent(session, task)`, which runs in the worker's process. Its
-        result is the episode's response."""
+        result is the episode's response. Images of the task's prompt are data URLs, as in OpenAI's API."""
         command: tuple[str, ...] | None = Field(default=None, min_length=1)
         """A program and its arguments, started once per episode. Its output is the episode's response."""
         cwd: Path | None = None
@@ -89,7 +90,7 @@ class AgentWorkflow:
         async with ctx.gateway() as session:
             try:
                 async with asyncio.timeout(self._timeout_s) as limit:
-                    answer = await self._run(session, task)
+                    answer = await self._run(session, with_data_urls(task))
             except TimeoutError:
                 if not limit.expired():
                     raise  # the agent's own error

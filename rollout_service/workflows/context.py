@@ -21,11 +21,19 @@ import msgspec
 import numpy as np
 
 from areal_async.base.errors import ArealError
+from areal_async.base.records import Task
 from areal_async.models.answers import opens_thought, spoken
 from areal_async.models.prompts import Tokenizer
 from areal_async.trajectory import Call, EpisodeBuilder, PromptedGroup, Sampling, SegmentKind
 from rollout_service import metrics
-from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRequest, GenerateResult
+from rollout_service.engines.base import (
+    DeadlinePassed,
+    EngineError,
+    GenerateRequest,
+    GenerateResult,
+    RequestImage,
+)
+from rollout_service.workflows.images import NO_CHAT, Content, EpisodeImages
 from rollout_service.workflows.tools import Tool, ToolAnswer, ToolReply, WorkflowResources, run_tool
 from rollout_service.workflows.turns import (
     Chat,
@@ -119,6 +127,8 @@ class Context:
         the segment's own ids."""
         self._chats: dict[int, Chat] = {}  # The conversation up to each segment, if the path is a chat
         self._policy: dict[int, str] = {}  # The policy of each segment's tokens
+        self._media: dict[int, tuple[RequestImage, ...]] = {}  # Images of the path down to each segment
+        self._images = EpisodeImages(self.new_media)
 
     @cached_property
     def resources(self) -> WorkflowResources:
@@ -318,12 +328,12 @@ class Context:
             session=self.episode_id,
             began=self.builder.began(self._number(policy)),
             routes_from=(0 if parent is None else self.builder.routed(parent)) if self.routes else None,
+            media=() if parent is None else self._media.get(parent, ()),
             priority=self.priority,
             deadline_s=self.deadline_s,
         )
 
-    # --- segments that no policy samples
-    # ---------------------------------------------------------------------
+    # --- segments that no policy samples --------
 
     def observe(
         self,
@@ -348,6 +358,7 @@ class Context:
             raise KeyError(parent)
         chat, policy = None, self._policy[parent]
         render = self.engines[policy].render
+        media: tuple[RequestImage, ...] = ()
         if isinstance(content, str):
             ids = render.following(content)
         elif is_chat(content):
@@ -365,18 +376,22 @@ class Context:
             if changed:
                 metrics.REWRITES.inc()
                 return self._root(SegmentKind.PROMPT, chat.messages, chat, agent, turn, policy)
-            ids = render.following(after)
+            if images := self._images.of(content):
+                rendered = render.expanded(after, images)
+                ids, media = rendered.ids, rendered.media
+            else:
+                ids = render.following(after)
         else:
             ids = np.asarray(content, np.int32)
         segment = self.builder.observed(kind, ids, parent, agent, turn)
-        return self._place(segment, (parent, ids.tobytes()), policy, chat)
+        return self._place(segment, (parent, ids.tobytes()), policy, chat, media)
 
     async def call_tool(
         self, name: str | Tool, arguments: str | Mapping[str, Any], *, timeout_s: float | None = None
     ) -> ToolAnswer:
         """Call a tool and count the call, without adding a segment to the episode. If the tool fails, the
         answer has the error."""
-        answer = await run_tool(self.resources, name, arguments, timeout_s)
+        answer = await run_tool(self.resources, name, arguments, timeout_s, self._images.content)
         self._tool_calls += 1
         self._tool_errors += bool(answer.error)
         self.builder.meta(tool_calls=self._tool_calls, tool_errors=self._tool_errors)
@@ -396,17 +411,19 @@ class Context:
     ) -> ToolReply:
         """Call a tool, and add its answer after `parent` as a TOOL segment. The tool is one of the job's
         `tools` or a function marked `@tool`. A text as `arguments` is the tool's only argument; a mapping has
-        the arguments by name. An error in the tool becomes the answer `error: …`. `show` converts the answer
-        to a prompt. By default, this is a message with the role `tool` if the path is a chat, and otherwise
-        the text itself."""
+        the arguments by name. An error in the tool becomes the answer `error: …`. `show` converts an answer
+        without images to a prompt. By default, this is a message with the role `tool` if the path is a chat,
+        and otherwise the text itself."""
         answer = await self.call_tool(name, arguments, timeout_s=timeout_s)
         text = f"error: {answer.error}" if answer.error else answer.text
         called = name.name if isinstance(name, Tool) else name
         content: Prompt = text
-        if show is not None:
+        if show is not None and not answer.parts:
             content = show(text)
         elif parent in self._chats:
-            content = [{"role": "tool", "name": called, "content": text}]
+            content = [{"role": "tool", "name": called, "content": [*answer.parts] or text}]
+        elif answer.parts:
+            raise TurnError(NO_CHAT)
         segment = self.observe(
             SegmentKind.TOOL, content, parent=parent, agent=agent, turn=turn, rewritten=rewritten
         )
@@ -435,8 +452,7 @@ class Context:
         else:
             self.builder.anchor(segment, key)
 
-    # --- queries
-    # ---------------------------------------------------------------------------------------------
+    # --- queries --------
 
     def room(self, segment: int) -> int:
         """Return how many tokens may follow `segment` until the path has its maximum length."""
@@ -447,10 +463,30 @@ class Context:
         """Return whether the path of `segment` began with messages."""
         return segment in self._chats
 
-    def as_user(self, text: str, segment: int) -> Prompt:
+    def as_user(self, text: Content, segment: int) -> Prompt:
         """Return `text` in the form for continuing `segment`: as a message of the user if the path is a
-        chat."""
-        return [{"role": "user", "content": text}] if self.is_chat(segment) else text
+        chat. It may be a list of parts with images (`content`) if the path is a chat."""
+        if self.is_chat(segment):
+            return [{"role": "user", "content": text}]
+        if not isinstance(text, str):
+            raise TurnError(NO_CHAT)
+        return text
+
+    def show(self, segment: int, media: Sequence[RequestImage]) -> None:
+        """Record that a segment has images. Their tokens are counted from the start of the segment."""
+        for image in media:
+            facts = self._images.facts(image.digest, image.data)
+            where = {"start": image.first, "n_units": image.count}
+            self.builder.media(segment, image.digest, facts.media_type, facts.size_bytes, **where)
+
+    def seeing(self, task: Task) -> Task:
+        """Take over the images of a task. Return the task with their digests in its prompt."""
+        return self._images.seeing(task)
+
+    def content(self, value: Any) -> Content:
+        """Return a text, an image (bytes, or of Pillow) or a list of parts as the content of a message. Its
+        images become part of the episode. Raises `ImageError`."""
+        return self._images.content(value)
 
     def decoded(self, ids: Ids, policy: str | None = None) -> str:
         """Return the text of a policy's answer without its end token. The default is the first policy. Stop
@@ -475,16 +511,32 @@ class Context:
     def _root(
         self, kind: SegmentKind, content: Prompt, chat: Chat | None, agent: int, turn: int, policy: str
     ) -> int:
-        render = self.engines[policy].render
-        if chat is not None and chat.tools:
+        render, media = self.engines[policy].render, tuple[RequestImage, ...]()
+        if chat is not None and (images := self._images.of(chat.messages)):
+            rendered = render.expanded(chat.render(render.tokenizer), images)
+            ids, media = rendered.ids, rendered.media
+        elif chat is not None and chat.tools:
             ids = render.following(chat.render(render.tokenizer))
         else:
             ids = render(content).ids
-        return self._place(self.builder.observed(kind, ids, None, agent, turn), ids, policy, chat)
+        return self._place(self.builder.observed(kind, ids, None, agent, turn), ids, policy, chat, media)
 
-    def _place(self, segment: int, path: Ids | tuple[int, bytes], policy: str, chat: Chat | None) -> int:
-        """Record the path of a new segment. Return the segment."""
+    def _place(
+        self,
+        segment: int,
+        path: Ids | tuple[int, bytes],
+        policy: str,
+        chat: Chat | None,
+        media: tuple[RequestImage, ...] = (),
+    ) -> int:
+        """Record the path of a new segment, and its images. Return the segment."""
         self._paths[segment], self._policy[segment] = path, policy
+        above = self._media.get(path[0], ()) if isinstance(path, tuple) else ()
+        begin = len(self._path(path[0])) if media and isinstance(path, tuple) else 0
+        above += tuple(image._replace(first=begin + image.first) for image in media)
+        self.show(segment, media)
+        if above:
+            self._media[segment] = above
         if chat is not None:
             self._chats[segment] = chat
         return segment
@@ -495,6 +547,8 @@ class Context:
         policy = self._policy[segment]
         known = self.engines[policy].render(prompt).text if prompt is not None else ""
         path = self._path(segment).tolist()
+        for image in reversed(self._media.get(segment, ())):
+            del path[image.first + 1 : image.first + image.count]
         return known or self.engines[policy].render.answers.text(path, whole=True)
 
     def _path(self, segment: int) -> Ids:

@@ -13,6 +13,7 @@ from areal_async.base.records import Task
 from areal_async.config.base import Section
 from areal_async.config.job import JobConfig
 from areal_async.config.registry import ENVIRONMENTS
+from areal_async.data.images import ImageError
 from areal_async.trajectory import SegmentKind
 from rollout_service.environments import (
     EnvironmentFactory,
@@ -22,6 +23,7 @@ from rollout_service.environments import (
     load_environment,
 )
 from rollout_service.workflows.context import Context, WorkflowResources
+from rollout_service.workflows.images import Content, has_images
 from rollout_service.workflows.tools import CallTimeout
 from rollout_service.workflows.turns import Rewritten
 
@@ -51,24 +53,31 @@ class World:
         if callable(close) and not self._late:
             await self._call("close", close)
 
-    async def reset(self, task: Task) -> str:
+    async def reset(self, task: Task) -> Content:
         seed = group_seed(self.ctx.seed, task.task_id)
         observation = await self._call("reset", self._environment.reset, seed, task)
-        if not isinstance(observation, str):
+        if not (isinstance(observation, str) or has_images(observation)):
             raise EnvironmentFailure(f"reset() of the environment returned {observation!r:.80}, not a text")
-        return observation
+        return self._content(observation)
 
     async def step(self, action: str) -> Step:
         result = await self._call("step", self._environment.step, action)
         try:
             step = Step(*result)
-            if not isinstance(step.observation, str):
+            if not (isinstance(step.observation, str) or has_images(step.observation)):
                 raise TypeError
+            step = step._replace(observation=self._content(step.observation))
             return Step(step.observation, float(step.reward), bool(step.done), dict(step.info))
         except (TypeError, ValueError):
             raise EnvironmentFailure(
                 f"step() of the environment returned {result!r:.80}, not (text, reward, done, info)"
             ) from None
+
+    def _content(self, observation: Any) -> Content:
+        try:
+            return self.ctx.content(observation)
+        except ImageError as error:
+            raise EnvironmentFailure(f"an image of the environment cannot be used: {error}") from error
 
     def state(self) -> str | None:
         state = getattr(self._environment, "state", None)
@@ -84,18 +93,30 @@ class World:
             raise EnvironmentFailure(f"the environment's {what}: {error}") from error
 
 
-def opening(prompt: str | Sequence[dict[str, Any]], observation: str) -> str | list[dict[str, Any]]:
+def opening(prompt: str | Sequence[dict[str, Any]], observation: Content) -> str | list[dict[str, Any]]:
     """Return the task's prompt with the first observation. In a chat, the observation is appended to the last
     message if that message is from the user. Otherwise it becomes a new user message."""
     if isinstance(prompt, str):
-        return prompt + observation
+        if isinstance(observation, str):
+            return prompt + observation
+        prompt = [{"role": "user", "content": prompt}]
     if not observation:
         return list(prompt)
     *before, last = prompt
     if last["role"] != "user":
         return [*prompt, {"role": "user", "content": observation}]
-    joined = "\n\n".join(text for text in (str(last["content"]), observation) if text)
-    return [*before, {**last, "content": joined}]
+    return [*before, {**last, "content": _joined(last["content"], observation)}]
+
+
+def _joined(first: Content, second: Content) -> Content:
+    """Return two contents with an empty line between them."""
+    if isinstance(first, str) and isinstance(second, str):
+        return "\n\n".join(text for text in (first, second) if text)
+    if not first or not second:
+        return first or second
+    given: list[Content] = [first, "\n\n", second]
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in given]
+    return [part for each in parts for part in each]
 
 
 def environment_mistakes(arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:

@@ -36,9 +36,10 @@ from rollout_service.gateway.toolcalls import (
     outside_thoughts,
 )
 from rollout_service.workflows.context import Context, WorkflowResources
+from rollout_service.workflows.images import NO_CHAT, Content
 from rollout_service.workflows.multi_turn import World, environment_mistakes, opening
 from rollout_service.workflows.tools import ToolAnswer, load_tools
-from rollout_service.workflows.turns import Reply, Rewritten
+from rollout_service.workflows.turns import Reply, Rewritten, TurnError
 
 PLAIN_STOP = ")"
 
@@ -147,12 +148,15 @@ class ToolUse:
     async def _answer(self, ctx: Context, parent: int, calls: list[RequestedCall], turn: int) -> int:
         """Run the calls in order and add their answers as one TOOL segment."""
         arguments = self._arguments
-        texts = []
+        texts: list[Content] = []
         for call in calls:
             given = ToolAnswer("", call.problem)
             if not call.problem:
                 given = await ctx.call_tool(call.name, call.arguments)
-            texts.append(arguments.error.format(error=given.error) if given.error else given.text)
+            shown = arguments.error.format(error=given.error) if given.error else given.text
+            texts.append([*given.parts] or shown)
+            if given.parts and not ctx.is_chat(parent):
+                raise TurnError(NO_CHAT)
         content: Any = "".join(arguments.answer.format(answer=text) for text in texts)
         if ctx.is_chat(parent):
             named = zip(calls, texts, strict=True)

@@ -25,7 +25,9 @@ from typing import Any, TypeVar, get_type_hints, overload
 
 from areal_async.base.errors import ArealError, InfrastructureFault
 from areal_async.config.registry import TOOLS, PartError
+from areal_async.models.prompts import content_text
 from rollout_service import metrics
+from rollout_service.workflows.images import Content, Part, has_images
 
 T = TypeVar("T")
 
@@ -147,6 +149,8 @@ class ToolAnswer:
 
     text: str
     error: str = ""
+    parts: tuple[dict[str, Any], ...] = ()
+    """Content with images (`images.py`), if the tool returned any. `text` has its texts."""
 
 
 @dataclass(frozen=True)
@@ -216,10 +220,15 @@ Arguments = str | Mapping[str, Any]
 
 
 async def run_tool(
-    resources: WorkflowResources, name: str | Tool, arguments: Arguments, timeout_s: float | None = None
+    resources: WorkflowResources,
+    name: str | Tool,
+    arguments: Arguments,
+    timeout_s: float | None = None,
+    content: Callable[[Any], Content] | None = None,
 ) -> ToolAnswer:
     """Call a tool, by default with the deadline in `resources`. A text as `arguments` is the tool's only
-    argument; a mapping has the arguments by name. Errors of the tool become its answer, except that
+    argument; a mapping has the arguments by name. `content` takes over the images of a result; without it, a
+    result with images is written as JSON. Errors of the tool become its answer, except that
     `InfrastructureFault` and `CallsBusy` are raised."""
     tools, timeout_s = resources.tools, resources.timeout_s if timeout_s is None else timeout_s
     output_chars = resources.output_chars
@@ -230,8 +239,12 @@ async def run_tool(
     given, named = ((arguments,), {}) if isinstance(arguments, str) else ((), dict(arguments))
     try:
         result = await contained(_call(called, given, named, resources.blocking, timeout_s))
+        parts: Content = []
+        if content is not None and has_images(result):
+            parts = content(result)
+            result = content_text({"content": parts})
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-        answer = ToolAnswer(cut(text, output_chars))
+        answer = ToolAnswer(cut(text, output_chars), parts=tuple(shortened(parts, output_chars)))
         outcome = "ok"
     except (CallsBusy, InfrastructureFault):  # not caused by the model, so not its answer
         metrics.TOOL_CALLS.labels(called.name, "let_down").inc()
@@ -245,6 +258,18 @@ async def run_tool(
         outcome = "error"
     metrics.TOOL_CALLS.labels(called.name, outcome).inc()
     return answer
+
+
+def shortened(parts: Content, limit: int) -> list[Part]:
+    """Return parts with at most `limit` characters of text."""
+    kept = []
+    for part in parts:
+        assert isinstance(part, dict)
+        if part["type"] == "text":
+            part = {**part, "text": cut(part["text"], limit)}
+            limit = max(0, limit - len(part["text"]))
+        kept.append(part)
+    return kept
 
 
 def cut(text: str, limit: int) -> str:

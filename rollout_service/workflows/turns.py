@@ -23,16 +23,32 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from areal_async.base.errors import ArealError
+from areal_async.base.records import ImageFile
+from areal_async.data.images import decode_image
 from areal_async.models.answers import Detokenizer, end_ids, turn_closing
-from areal_async.models.prompts import Tokenizer, message_texts, prompt_ids, prompt_text, text_ids
+from areal_async.models.prompts import (
+    Tokenizer,
+    content_text,
+    message_texts,
+    prompt_ids,
+    prompt_text,
+    text_ids,
+)
 from areal_async.trajectory.layout import FinishReason
+from rollout_service.engines.base import RequestImage
+
+if TYPE_CHECKING:
+    from areal_async.models.vision import ImageProcessor
+
+REMEMBERED_IMAGES = 16
+"""Number of texts with images whose ids are kept. The samples of a group have the same prompt."""
 
 Message = Mapping[str, Any]
 Rewritten = Literal["root", "error"]
@@ -142,7 +158,7 @@ class Chat:
         """Return the conversation with a reply of the model appended. Consecutive replies form one
         message."""
         if self.messages and self.messages[-1]["role"] == "assistant":
-            last = {**self.messages[-1], "content": str(self.messages[-1]["content"]) + text}
+            last = {**self.messages[-1], "content": content_text(self.messages[-1]) + text}
             return replace(self, messages=(*self.messages[:-1], last), end=end)
         return replace(self.then([{"role": "assistant", "content": text}]), end=end)
 
@@ -199,10 +215,11 @@ def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt as ids, and as text."""
+    """A prompt as ids, and as text. In the text, each image is one placeholder."""
 
     ids: Ids
     text: str
+    media: tuple[RequestImage, ...] = ()
 
 
 class Renderer:
@@ -210,13 +227,22 @@ class Renderer:
     one."""
 
     def __init__(
-        self, tokenizer: Tokenizer, ends: Collection[int] | None = None, *, remember: int = 64
+        self,
+        tokenizer: Tokenizer,
+        ends: Collection[int] | None = None,
+        *,
+        remember: int = 64,
+        processor: Callable[[], ImageProcessor] | None = None,
     ) -> None:
-        """`ends` are the ids that end an answer. The default is the tokenizer's."""
+        """`ends` are the ids that end an answer. The default is the tokenizer's. `processor` makes the image
+        processor of a model that reads images; it is called for the first image."""
         self.tokenizer = tokenizer
         self.ends = frozenset(end_ids(tokenizer) if ends is None else ends)
         self.answers = Detokenizer(tokenizer, self.ends)
         self._remembered = lru_cache(remember)(self._rendered)
+        self._make_processor = processor
+        self._processor: ImageProcessor | None = None
+        self._remembered_images = lru_cache(REMEMBERED_IMAGES)(self._expanded)
 
     def __call__(self, prompt: Prompt) -> Rendered:
         """Return the beginning of a path, with the tokenizer's special tokens at its start."""
@@ -227,6 +253,30 @@ class Renderer:
     def following(self, text: str) -> Ids:
         """Return the ids of text that continues a path, without special tokens before it."""
         return self._remembered("more", text).ids
+
+    def expanded(self, text: str, images: Sequence[ImageFile]) -> Rendered:
+        """Return a text with one placeholder for each image, without special tokens before it. Raises
+        `TurnError` if the model reads no images or the text has another number of placeholders, and
+        `ImageError`."""
+        return self._remembered_images(text, tuple(images))
+
+    def _expanded(self, text: str, images: tuple[ImageFile, ...]) -> Rendered:
+        if self._processor is None:
+            if self._make_processor is None:
+                raise TurnError("a message has images, but the model reads none: set `model` to another")
+            self._processor = self._make_processor()
+        processor = self._processor
+        if (count := text.count(processor.placeholder)) != len(images):
+            raise TurnError(
+                f"messages with {len(images)} images are rendered with {count} placeholders "
+                f"({processor.placeholder}): the chat template ignores images, or a text has a placeholder"
+            )
+        ids, spans = processor.expand(text, [decode_image(image.data) for image in images])
+        array = np.asarray(ids, np.int32)
+        array.setflags(write=False)
+        placed = zip(images, spans, strict=True)
+        media = tuple(RequestImage(image.facts.digest, image.data, *span) for image, span in placed)
+        return Rendered(array, text, media)
 
     def _rendered(self, kind: str, key: str | bytes) -> Rendered:
         prompt: Any = key if isinstance(key, str) else msgspec.msgpack.decode(key)

@@ -36,7 +36,7 @@ from areal_async.config.engines import EngineMissing, find_engine_python, flag_n
 from areal_async.config.job import JobConfig
 from areal_async.config.routes import replayed_mixture
 from areal_async.models.answers import Detokenizer, end_ids
-from areal_async.models.files import Mixture, text_part
+from areal_async.models.files import Mixture, image_token, placeholder_ids, text_part
 from areal_async.models.tokenizer import load_tokenizer
 from areal_async.service.context import ServiceContext
 from areal_async.trajectory import Sampling
@@ -57,15 +57,25 @@ class ModelFacts:
     """Largest number of positions of the model. None: its configuration sets no limit."""
     layers: int = 0
     """Number of blocks of the model. 0: its configuration does not say."""
+    image_token: int | None = None
+    """Id that stands for a feature of an image. None: the model reads no images."""
+    never_sampled: tuple[int, ...] = ()
+    """Ids that stand for images, videos and sounds."""
+    kind: str = ""
+    """Type of the model, such as `qwen3_vl`."""
 
 
 def read_model(folder: Path) -> ModelFacts:
     """Return the facts in `config.json`. Raises `EngineError`."""
-    config = text_part(read_config(folder))
+    whole = read_config(folder)
+    config = text_part(whole)
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int):
         raise EngineError(f"{folder / 'config.json'} names no vocab_size: it is no model for text")
-    return ModelFacts(vocab_size, config.get("max_position_embeddings"), config.get("num_hidden_layers") or 0)
+    positions, layers = config.get("max_position_embeddings"), config.get("num_hidden_layers") or 0
+    never = tuple(token for token in placeholder_ids(whole) if token < vocab_size)
+    kind = str(whole.get("model_type", ""))
+    return ModelFacts(vocab_size, positions, layers, image_token(whole), never, kind)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -179,6 +189,8 @@ class ServerSettings:
     patience: Patience = PATIENCE
     sleeps: bool = False
     """Whether a server started here must be able to release its memory."""
+    pixels: tuple[int | None, int | None] = (None, None)
+    """Least and largest number of pixels to which a server started here scales images."""
     held_fds: tuple[int, ...] = ()
     """Descriptors that a server started here inherits. Their locks last at least as long as the server."""
 
@@ -221,6 +233,7 @@ def settings_of(
         interface=interface_of(place.host.address) if place and job.weights.channel == "nccl" else "",
         log_path=logs / f"{owner}-{rollout.engine.rpartition(':')[2]}-{replica}.log",
         sleeps=job.placement.share == "time",
+        pixels=rollout.images.pixels,
         held_fds=tuple(place.held_fds) if place is not None else (),
     )
 
@@ -272,6 +285,7 @@ class Launch:
     max_model_len: int
     """Largest number of tokens of prompt and answer together, limited by the model's positions."""
     port: int = 0
+    facts: ModelFacts = ModelFacts(0, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +400,11 @@ class ServerAdapter(ABC):
     def parse(self, answer: Any, sampling: Sampling) -> GenerateResult:
         """Return the sampled units, without text. Raises `EngineError` if an answer does not account for each
         unit, and `EngineLost` if it is unknown who loaded the server's weights."""
+
+    @abstractmethod
+    def prompt_tokens(self, answer: Any) -> int | None:
+        """Return the number of tokens of the prompt that the server computed for a request with images, or
+        None if the answer does not say."""
 
     def expert_ids(self, answer: Any) -> NDArray[np.integer] | None:
         """Return the experts of the tokens from `GenerateRequest.routes_from` on, as integers [tokens, layers

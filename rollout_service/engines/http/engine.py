@@ -33,8 +33,10 @@ from rollout_service.engines.base import (
     EngineStats,
     GenerateRequest,
     GenerateResult,
+    RequestError,
     Tell,
     Weights,
+    check_images,
     checked_request,
     nothing_sampled,
 )
@@ -263,6 +265,10 @@ class HttpEngine:
         ids, room = checked_request(
             request, vocab_size=adapter.facts.vocab_size, max_model_len=adapter.max_model_len
         )
+        if adapter.facts.image_token is not None:
+            check_images(ids, request.media, adapter.facts.image_token)
+        elif request.media:
+            raise RequestError(f"the model reads no images: {adapter.model} has no vision_config")
         # A server may abort by prefix. Ids of equal length are never prefixes of each other.
         rid = f"{self._prefix}-{next(self._numbers):012d}"
 
@@ -271,6 +277,11 @@ class HttpEngine:
             # version after it.
             body = adapter.body(rid, ids.tolist(), request, room, self._cache_of(request))
             said = await self._ask(body, tell)
+            if request.media and (count := adapter.prompt_tokens(said)) != ids.size:
+                raise RequestError(
+                    f"{adapter.title} expanded a prompt with images to {count} tokens, but it has "
+                    f"{ids.size}: expand it with this model's processor, and with the same rollout.images"
+                )
             try:
                 result = adapter.parse(said, request.sampling)
             except EngineLost as error:
@@ -418,7 +429,7 @@ class HttpEngine:
             client = await attached(adapter.title, settings, path=adapter.alive_path)
         else:
             folder = await adapter.prepare(None, weights)
-            launch = Launch(settings, adapter.model, folder, adapter.max_model_len)
+            launch = Launch(settings, adapter.model, folder, adapter.max_model_len, facts=adapter.facts)
             process, client = await started(
                 adapter.title,
                 lambda port: adapter.command(replace(launch, port=port)),

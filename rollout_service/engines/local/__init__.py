@@ -37,6 +37,7 @@ class Local(EnginePart):
             dtype=job.rollout.resolved_dtype,
             activity=activity,
             mixture=replayed_mixture(job),
+            pixels=job.rollout.images.pixels,
         )
 
 

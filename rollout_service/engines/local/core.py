@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal
+from itertools import islice
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from areal_async.base.errors import ArealError
 from areal_async.base.versions import POLICY, VersionTag
 from areal_async.models.answers import Detokenizer
 from rollout_service.engines.base import (
@@ -30,6 +31,7 @@ from rollout_service.engines.base import (
     GenerateRequest,
     GenerateResult,
     Ids,
+    RequestError,
     Weights,
     check_sampling,
     checked_ids,
@@ -40,12 +42,14 @@ from rollout_service.engines.local.graphs import DecodeGraphs
 from rollout_service.engines.local.kv import Decode, Prefill, SlotKV
 from rollout_service.engines.local.model import LocalModel
 from rollout_service.engines.local.requests import RequestTable, Slots, draw
+from rollout_service.engines.local.vision import Prefix
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
     request_id: str
-    outcome: GenerateResult | EngineError
+    outcome: GenerateResult | ArealError
+    """`RequestError` if the request's images cannot be used, else `EngineError`."""
 
 
 @dataclass(eq=False)
@@ -61,8 +65,8 @@ class EngineCore:
     prefill_tokens: int = 4096
 
     def __post_init__(self) -> None:
-        text = self.model.model.config.get_text_config()
-        limit = getattr(text, "max_position_embeddings", self.max_model_len)
+        config = self.model.model.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", self.max_model_len)
         if (length := self.max_model_len) > limit:
             raise EngineError(
                 f"rollout.max_model_len is {length}, but the model has {limit} positions: lower it"
@@ -72,7 +76,7 @@ class EngineCore:
         self.prompt_tokens_total = 0  # Computed for started requests; equal prompts count once
         self.waiting: deque[GenerateRequest] = deque()
         """Waiting requests: smallest priority first, then in order of arrival."""
-        self._checked: Ids | None = None
+        self._checked = Prefix(np.empty(0, np.int32))
         """The last valid, read-only prompt."""
         self._text = Detokenizer(self.model.tokenizer, self.model.eos_ids)
         self._eos = np.zeros(self.model.vocab_size, np.bool_)
@@ -97,13 +101,17 @@ class EngineCore:
         """Return the request with its prompt as an int32 array. Raises `RequestError` if it cannot be served.
         Safe on any thread."""
         check_sampling(request.sampling)
-        prompt = request.prompt_ids
-        if prompt is self._checked:  # the samples of a group share it
+        prompt, media = request.prompt_ids, request.media
+        if prompt is self._checked.ids and media is self._checked.media:  # the samples of a group share both
             return request
         ids = checked_ids(prompt, vocab_size=self.model.vocab_size, max_model_len=self.max_model_len)
+        if self.model.vision is not None:
+            self.model.vision.check(Prefix(ids, media))
+        elif media:
+            raise RequestError(f"the model reads no images: {self.model.no_images}")
         if ids is not prompt:
             return replace(request, prompt_ids=ids)
-        self._checked = ids
+        self._checked = Prefix(ids, media)
         return request
 
     def submit(self, request: GenerateRequest) -> None:
@@ -198,11 +206,11 @@ class EngineCore:
         rows, first = np.unique(self._row[self._active], return_index=True)
         # The newest token is not in the cache yet. The next decode step computes it, under the new weights
         # too.
-        sequences = [self._table.ids[slot, : self._table.length[slot] - 1] for slot in self._active[first]]
-        order = sorted(range(len(rows)), key=lambda i: len(sequences[i]))
+        prefixes = [self._prefix(slot, int(self._table.length[slot]) - 1) for slot in self._active[first]]
+        order = sorted(range(len(rows)), key=lambda i: len(prefixes[i].ids))
         while order:
-            batch = _budget([sequences[i] for i in order], self.prefill_tokens)
-            self._prefill([sequences[i] for i in order[:batch]], rows[order[:batch]])
+            batch = _budget([prefixes[i] for i in order], self.prefill_tokens)
+            self._prefill([prefixes[i] for i in order[:batch]], rows[order[:batch]])
             order = order[batch:]
 
     # --- steps ---------------------------------------------------------------------------------------
@@ -217,34 +225,58 @@ class EngineCore:
         """Prefill the first waiting requests in one pass and sample their first units. The samples of a group
         arrive together, so their prompt is computed once for all of them."""
         count = min(len(self.waiting), len(self._table.free))
-        count = _budget([self.waiting[i].prompt_ids for i in range(count)], self.prefill_tokens)
+        asked = [Prefix(one.prompt_ids, one.media) for one in islice(self.waiting, count)]  # type: ignore[arg-type]
+        count = _budget(asked, self.prefill_tokens)
+        started, refused = self._started([self.waiting.popleft() for _ in range(count)])
+        if not started:
+            return refused
         used = np.zeros(self.slots, np.bool_)
         used[self._row[self._active]] = True
-        slots = np.array([self._table.add(self.waiting.popleft()) for _ in range(count)])
-        sequences = [self._table.ids[slot, : self._table.prompt_len[slot]] for slot in slots]
-        distinct, source = _distinct(sequences)
+        slots = np.array(started)
+        lengths = self._table.prompt_len[slots].tolist()
+        distinct, source = _distinct([*map(self._prefix, started, lengths)])
         rows = np.flatnonzero(~used)[: len(distinct)]
         self._row[slots] = rows[source]
         self._active = np.concatenate((self._active, slots))
         hidden_UTE = self._prefill(distinct, rows)
-        self.prompt_tokens_total += sum(map(len, distinct))
+        self.prompt_tokens_total += sum(len(prefix.ids) for prefix in distinct)
         self._went(slots, np.zeros_like(slots), self._table.prompt_len[slots], source, hidden_UTE.shape[1])
-        newest = torch.tensor([len(ids) - 1 for ids in distinct], device=hidden_UTE.device)
+        newest = torch.tensor([len(prefix.ids) - 1 for prefix in distinct], device=hidden_UTE.device)
         last_UE = hidden_UTE[torch.arange(len(distinct), device=hidden_UTE.device), newest]
-        return self._sample(slots, self.model.logits(last_UE), source)
+        return refused + self._sample(slots, self.model.logits(last_UE), source)
 
-    def _prefill(self, sequences: Sequence[Ids], rows: Slots) -> Tensor:
-        """Compute sequences into rows of the cache, equal sequences once. Return the hidden states of the U
-        distinct sequences, in order of first occurrence, `[U, T, E]`."""
-        distinct, source = _distinct(sequences)
-        length = max(len(ids) for ids in distinct)
-        self._kv.reserve(length)
+    def _started(self, requests: Sequence[GenerateRequest]) -> tuple[list[int], list[Finished]]:
+        """Give requests a slot, and compute their images. Return the slots, and the requests whose images
+        cannot be used."""
+        slots, refused = [], []
+        for request in requests:
+            shift = 0
+            if request.media and self.model.vision is not None:
+                prompt = Prefix(np.asarray(request.prompt_ids), request.media)
+                try:
+                    shift = self.model.vision.read(prompt).shift
+                except RequestError as error:
+                    refused.append(Finished(request.request_id, error))
+                    continue
+            slots.append(self._table.add(request))
+            self._table.shift[slots[-1]] = shift
+        self.requests_total += len(refused)
+        return slots, refused
+
+    def _prefix(self, slot: int, length: int) -> Prefix:
+        """Return the first tokens of a slot's request, with all its images."""
+        request = self._table.requests[slot]
+        assert request is not None
+        return Prefix(self._table.ids[slot, :length], request.media)
+
+    def _prefill(self, prefixes: Sequence[Prefix], rows: Slots) -> Tensor:
+        """Compute prefixes into rows of the cache, equal prefixes once. Return the hidden states of the U
+        distinct prefixes, in order of first occurrence, `[U, T, E]`."""
+        distinct, source = _distinct(prefixes)
+        self._kv.reserve(max(len(prefix.ids) for prefix in distinct))
         device = self.model.device
-        return self.model.hidden(
-            pad_sequence([torch.tensor(ids) for ids in distinct], batch_first=True).long().to(device),
-            torch.arange(length, device=device).expand(len(distinct), -1),
-            Prefill(self._kv, torch.from_numpy(rows).to(device), torch.from_numpy(source).to(device)),
-        )
+        rows_t, source_t = torch.from_numpy(rows).to(device), torch.from_numpy(source).to(device)
+        return self.model.prefill(distinct, Prefill(self._kv, rows_t, source_t))
 
     def _decode(self) -> list[Finished]:
         slots = self._active
@@ -252,7 +284,8 @@ class EngineCore:
         first = self._split(ids, position)
         longest = int(position.max()) + 1
         self._kv.reserve(longest)
-        hidden = self._hidden(ids[first], position[first], longest)
+        inputs = np.stack((ids, position, position + self._table.shift[slots]))[:, first]
+        hidden = self._hidden(inputs, longest)
         self._went(slots, position, np.ones_like(slots), self._row[slots], 1)
         return self._sample(slots, self.model.logits(hidden[:, 0]), self._row[slots])
 
@@ -264,14 +297,13 @@ class EngineCore:
             by_row = torch.stack(self.model.experts, 1).unflatten(0, (-1, length))
             self._table.went(slots, start, n, by_row.cpu().numpy()[source])
 
-    def _hidden(self, ids: Slots, position: Slots, longest: int) -> Tensor:
-        """Return the last hidden states `[n, 1, E]` of one new unit of each of rows 0 … n-1."""
+    def _hidden(self, inputs: Slots, longest: int) -> Tensor:
+        """Return the last hidden states `[n, 1, E]` of one new unit of each of rows 0 … n-1. `inputs` [3, n]
+        are the ids, their places in the rows, and their rotary positions."""
         if self._graphs is not None:
-            return self._graphs.hidden(ids, position, longest)
-        device = self.model.device
-        position_t = torch.from_numpy(position).to(device)
-        plan = Decode(self._kv, position_t, longest)
-        return self.model.hidden(torch.from_numpy(ids).to(device)[:, None], position_t[:, None], plan)
+            return self._graphs.hidden(inputs, longest)
+        ids, place, position = torch.from_numpy(inputs).to(self.model.device)
+        return self.model.hidden(ids[:, None], position[:, None], Decode(self._kv, place, longest))
 
     def _split(self, ids: Slots, position: Slots) -> Slots:
         """Give each prefix among the active requests its own row, rows 0 … n-1. `ids` and `position` are the
@@ -298,6 +330,8 @@ class EngineCore:
         """Sample a unit for each slot from its row of the logits, and finish the slots that end with it."""
         if len(source) != len(logits_RV) or (source[1:] < source[:-1]).any():
             logits_RV = logits_RV.index_select(0, torch.from_numpy(source).to(logits_RV.device))
+        if len(self.model.never_sampled):
+            logits_RV = logits_RV.index_fill(1, self.model.never_sampled, -torch.inf)
         ids, logprobs = draw(logits_RV, self._table.draw(slots))
         self._table.append(slots, ids, logprobs, self.tag)
         self.tokens_total += len(slots)
@@ -345,22 +379,22 @@ class EngineCore:
         return done
 
 
-def _distinct(sequences: Sequence[Ids]) -> tuple[list[Ids], Slots]:
-    """Return the distinct sequences in order of first occurrence, and the index of each sequence among
-    them."""
+def _distinct(prefixes: Sequence[Prefix]) -> tuple[list[Prefix], Slots]:
+    """Return the distinct prefixes in order of first occurrence, and the index of each prefix among them."""
     index: dict[bytes, int] = {}
-    source = [index.setdefault(ids.tobytes(), len(index)) for ids in sequences]
-    return [np.frombuffer(ids, np.int32) for ids in index], np.array(source, np.int64)
+    source = [index.setdefault(prefix.key, len(index)) for prefix in prefixes]
+    firsts = dict(zip(reversed(source), reversed(prefixes), strict=True))
+    return [firsts[i] for i in range(len(index))], np.array(source, np.int64)
 
 
-def _budget(sequences: Sequence[Any], most_tokens: int) -> int:
-    """Return the number of sequences, in this order, that fit into one prefill pass; at least one. A pass has
-    the distinct sequences, padded to the longest of them."""
+def _budget(prefixes: Sequence[Prefix], most_tokens: int) -> int:
+    """Return the number of prefixes, in this order, that fit into one prefill pass; at least one. A pass has
+    the distinct prefixes, padded to the longest of them."""
     seen: set[bytes] = set()
     longest = 0
-    for count, ids in enumerate(sequences):
-        seen.add(ids.tobytes())
-        longest = max(longest, len(ids))
+    for count, prefix in enumerate(prefixes):
+        seen.add(prefix.key)
+        longest = max(longest, len(prefix.ids))
         if count and len(seen) * longest > most_tokens:
             return count
-    return len(sequences)
+    return len(prefixes)

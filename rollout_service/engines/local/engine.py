@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -79,6 +79,8 @@ class LocalEngine:
     """Name of the engine's busy time in the metrics."""
     mixture: Mixture | None = None
     """The model's mixture of experts, if requests may ask for routes."""
+    pixels: tuple[int | None, int | None] = (None, None)
+    """Least and largest number of pixels to which images are scaled. None: the bound of the model's files."""
 
     def __post_init__(self) -> None:
         self._calls: dict[str, asyncio.Future[GenerateResult]] = {}
@@ -108,7 +110,8 @@ class LocalEngine:
         self._thread.start()
 
         def build() -> None:
-            model = LocalModel(self.directory, device=self.device, dtype=self.dtype, mixture=self.mixture)
+            how: Any = {"device": self.device, "dtype": self.dtype, "pixels": self.pixels}
+            model = LocalModel(self.directory, mixture=self.mixture, **how)
             limits = {"slots": self.slots, "max_model_len": self.max_model_len}
             core = EngineCore(model, **limits, update_mode=self.update_mode)
             core.swap(snapshot)

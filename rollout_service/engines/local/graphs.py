@@ -33,7 +33,7 @@ class DecodeGraphs:
 
     def __init__(self, model: LocalModel, kv: SlotKV) -> None:
         self._model, self._kv = model, kv
-        self._ids_and_position = torch.zeros(2, kv.rows, dtype=torch.long, device=kv.device)
+        self._inputs = torch.zeros(3, kv.rows, dtype=torch.long, device=kv.device)
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, list[Tensor]] | None] = {}
         """Recorded passes by rows and length. None: the shape has run once. A shape is recorded when it
         occurs for the second time, because its kernels are loaded by then, and a shape that occurs only once
@@ -43,15 +43,16 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._able = True
 
-    def hidden(self, ids: npt.NDArray[np.int64], position: npt.NDArray[np.int64], longest: int) -> Tensor:
+    def hidden(self, inputs: npt.NDArray[np.int64], longest: int) -> Tensor:
         """Return the last hidden states `[n, 1, E]` of one new unit of each of rows 0 … n-1 (see `Decode`).
-        They are valid until the next pass."""
-        n = len(ids)
+        They are valid until the next pass. `inputs` [3, n] are the ids, their places in the rows, and their
+        rotary positions."""
+        n = inputs.shape[1]
         rows = min(few(n), self._kv.rows)
         length = min(few(-(-longest // LENGTH_STEP)) * LENGTH_STEP, self._kv.length)
-        padded = np.zeros((2, rows), np.int64)
-        padded[0, :n], padded[1, :n] = ids, position
-        self._ids_and_position[:, :rows].copy_(torch.from_numpy(padded))
+        padded = np.zeros((3, rows), np.int64)
+        padded[:, :n] = inputs
+        self._inputs[:, :rows].copy_(torch.from_numpy(padded))
         if self._kv_length != self._kv.length:
             self._graphs.clear()
             # a pool whose last graph was freed accepts no new graph
@@ -69,8 +70,8 @@ class DecodeGraphs:
         return self._pass(rows, length)[:n]
 
     def _pass(self, rows: int, length: int) -> Tensor:
-        ids, position = self._ids_and_position[:, :rows]
-        return self._model.hidden(ids[:, None], position[:, None], Decode(self._kv, position, length))
+        ids, place, position = self._inputs[:, :rows]
+        return self._model.hidden(ids[:, None], position[:, None], Decode(self._kv, place, length))
 
     def _record(self, rows: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor, list[Tensor]] | None:
         graph = torch.cuda.CUDAGraph()

@@ -4,25 +4,29 @@ weights in place."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer
 
 from areal_async.base.log import get_logger
 from areal_async.models.accelerator import begin_on, exact_products, with_exact_rotations
 from areal_async.models.answers import end_ids
-from areal_async.models.classes import auto_class, logits_scaling
-from areal_async.models.files import Mixture
+from areal_async.models.classes import auto_class, logits_scaling, names_of_other_parts
+from areal_async.models.files import Mixture, placeholder_ids
 from areal_async.models.routers import routers_of, tried
-from areal_async.weights.names import BoxOfFile, NamesMismatch, Storage, storage_of
+from areal_async.models.vision import NoImages
+from areal_async.weights.names import BoxOfFile, NamesMismatch, Storage, names_in_files, storage_of
 from areal_async.weights.parking import ParkingPlace
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.local.kv import ATTENTION, Decode, Prefill, SlotKV, Slots
+from rollout_service.engines.local.vision import Prefix, Vision
 
 log = get_logger("engine")
 
@@ -36,6 +40,13 @@ PASS_ROWS = 16
 
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """Largest allowed difference of a logit between the engine's passes and the model's own forward pass."""
+
+
+def _attention_of_parts(config: Any) -> str | dict[str, str]:
+    """Return the attention of a model's parts: that of this engine for the language model, and torch's for
+    others such as a vision tower."""
+    others = {name: "sdpa" for name in config.sub_configs if name != "text_config"}
+    return {"": ATTENTION, "text_config": ATTENTION, **others} if others else ATTENTION
 
 
 def _can_be_packed(layer: nn.Module) -> bool:
@@ -54,19 +65,27 @@ class LocalModel:
     """The model of a directory. All methods run on the engine's thread, in inference mode."""
 
     def __init__(
-        self, directory: Path, *, device: str = "cpu", dtype: str = "float32", mixture: Mixture | None = None
+        self,
+        directory: Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        mixture: Mixture | None = None,
+        pixels: tuple[int | None, int | None] = (None, None),
     ) -> None:
-        """If the model's `mixture` is given, each pass stores the chosen experts in `experts`. Raises
-        `EngineError` if the directory has no causal language model."""
+        """If the model's `mixture` is given, each pass stores the chosen experts in `experts`. `pixels` are
+        the least and the largest size to which images are scaled (`ImageProcessor`). Raises `EngineError` if
+        the directory has no causal language model."""
         begin_on(device, dtype=dtype, attention=ATTENTION, compile="off")
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, dtype)
         try:
             # Parameters that take over a snapshot's tensors must have the same tensor type.
             with _LOADING, torch.inference_mode(mode=False):
-                kind = auto_class(AutoConfig.from_pretrained(directory, local_files_only=True))
-                model: Any = kind.from_pretrained(
-                    directory, dtype=self.dtype, attn_implementation=ATTENTION, local_files_only=True
+                config = AutoConfig.from_pretrained(directory, local_files_only=True)
+                self._attention = _attention_of_parts(config)
+                model: Any = auto_class(config).from_pretrained(
+                    directory, dtype=self.dtype, attn_implementation=self._attention, local_files_only=True
                 )
                 self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
@@ -91,6 +110,17 @@ class LocalModel:
         self._storage: Mapping[str, Storage] = {}  # Memory for snapshots with tensors of these shapes
         self._parking = ParkingPlace()
         self._packed = [layer for layer in self.model.modules() if _can_be_packed(layer)]
+        never = [token for token in placeholder_ids(model.config.to_dict()) if token < self.vocab_size]
+        self.never_sampled = torch.tensor(never, dtype=torch.long, device=self.device)
+        """Ids that stand for images. They have probability 0."""
+        self.no_images = ""
+        """Reason why the model reads no images, if `vision` is None."""
+        self.vision: Vision | None = None
+        try:
+            self.vision = Vision(self.model, directory, min_pixels=pixels[0], max_pixels=pixels[1])
+            self._tower = names_of_other_parts(self.model)
+        except NoImages as error:
+            self.no_images, self._tower = str(error), set()
 
     def _pack(self) -> None:
         """Copy the weights of large layers into the order in which oneDNN reads them.
@@ -101,12 +131,28 @@ class LocalModel:
             packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.data, PASS_ROWS)
             layer.forward = partial(_multiply, packed, layer.bias)
 
-    def hidden(self, ids_BT: Tensor, position_BT: Tensor, slots: Slots) -> Tensor:
+    def hidden(self, ids_BT: Tensor, position: Tensor, slots: Slots, images: Any = None) -> Tensor:
         """Return the last hidden states `[B, T, E]` of a pass that reads and writes the cache through
-        `slots`."""
+        `slots`. `position` is the rotary position, `[B, T]` or `[3, B, T]`. `images` are the features of
+        placeholder tokens (`Vision.batch`)."""
         self.experts = []
-        out = self._decoder(input_ids=ids_BT, position_ids=position_BT, use_cache=False, slots=slots)
+        how: dict[str, Any] = {"position_ids": position, "use_cache": False, "slots": slots}
+        if images is None:
+            out = self._decoder(input_ids=ids_BT, **how)
+        else:
+            out = self.model.base_model(input_ids=ids_BT, mm_encoder_outputs={"image": images}, **how)
         return cast(Tensor, out.last_hidden_state)
+
+    def prefill(self, prefixes: Sequence[Prefix], slots: Prefill) -> Tensor:
+        """Compute prefixes from their first token on, right-padded to the longest. Return their last hidden
+        states `[B, T, E]`."""
+        ids_BT = pad_sequence([torch.tensor(prefix.ids) for prefix in prefixes], batch_first=True)
+        ids_BT, length = ids_BT.long().to(self.device), ids_BT.shape[1]
+        if self.vision is not None and any(prefix.media for prefix in prefixes):
+            position, images = self.vision.batch(prefixes, length, self.device)
+            return self.hidden(ids_BT, position[0] if len(position) == 1 else position, slots, images)
+        position_BT = torch.arange(length, device=self.device).expand(len(prefixes), -1)
+        return self.hidden(ids_BT, position_BT, slots)
 
     def _watched(self) -> bool:
         """Make the routers store their choices, if this kind of router is known. Return whether it is."""
@@ -127,15 +173,21 @@ class LocalModel:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load `tensors`, by their names in a model's files. Of tied tensors, one name is enough. Raises
-        `EngineError` without any change unless all tensors fit."""
+        """Load `tensors`, by their names in a model's files. Of tied tensors, one name is enough. Without any
+        tensor of the vision tower, the tower stays as it is. Raises `EngineError` without any change unless
+        all tensors fit."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if shapes != self._shapes:
+            tower = names_in_files(self.model, {name: self._tensors[name] for name in self._tower})
+            keeps = not (tower.keys() | self._tower) & shapes.keys()
             try:
-                self._storage = storage_of(self.model, shapes)
+                storage = storage_of(self.model, shapes | tower if keeps else shapes)
             except NamesMismatch as error:
                 raise EngineError(f"the snapshot {error}") from error
+            self._storage = {n: held for n, held in storage.items() if not (keeps and n in self._tower)}
             self._shapes = shapes
+        if self.vision is not None:
+            self.vision.forget()
         for name, held in self._storage.items():
             parameter = self._tensors[name]
             in_ram = parameter.device.type == "cpu"
@@ -160,6 +212,8 @@ class LocalModel:
 
     def leave_device(self) -> None:
         """Move the weights into host memory. Weights on a CPU stay where they are."""
+        if self.vision is not None:
+            self.vision.forget()
         self._parking.leave(self._on_gpu())
 
     def return_to_device(self) -> None:
@@ -168,29 +222,50 @@ class LocalModel:
     @exact_products()
     def check(self) -> None:
         """Compare the engine's passes with the model's own forward pass on a few ids. A model with another
-        kind of attention or head is then refused, instead of sampled wrongly."""
-        count, split = min(12, self.model.config.get_text_config().max_position_embeddings), 4
-        ids = (torch.arange(count, device=self.device) * 7 % self.vocab_size)[None]
-        at = torch.arange(count, device=self.device)[None]
+        kind of attention or head is then refused, instead of sampled wrongly. A model whose images are
+        computed in another way is used without images."""
+        never = set(self.never_sampled.tolist())
+        count = min(12, self.model.config.get_text_config().max_position_embeddings)
+        ids = [token for i in range(count) if (token := i * 7 % self.vocab_size) not in never]
+        if problem := self._difference(Prefix(np.array(ids, np.int32)), 4, {}):
+            raise EngineError(problem)
+        if self.vision is None:
+            return
+        prefix, inputs = self.vision.trial(ids)
+        if problem := self._difference(prefix, len(prefix.ids) - 4, inputs):
+            log.warning("the model is used without images", reason=problem)
+            self.vision, self.no_images = None, problem
+        else:
+            self.vision.forget()
+
+    def _difference(self, prefix: Prefix, split: int, inputs: Mapping[str, Tensor]) -> str:
+        """Compute the first `split` tokens in one pass and the others one by one. Return how the logits
+        differ from those of the model's own forward pass with the further arguments `inputs`, or ""."""
+        ids = torch.from_numpy(prefix.ids).long().to(self.device)[None]
+        kind, count = type(self.model).__name__, ids.shape[1]
         kv = SlotKV(1, count, self.device)
         kv.reserve(count)
         row = torch.zeros(1, dtype=torch.long, device=self.device)
         try:
-            mine = [self.hidden(ids[:, :split], at[:, :split], Prefill(kv, row, row))[0]]
+            shift = self.vision.read(prefix).shift if self.vision is not None and prefix.media else 0
+            at = torch.arange(count, device=self.device)[None]
+            mine = [self.prefill([Prefix(prefix.ids[:split], prefix.media)], Prefill(kv, row, row))[0]]
             for t in range(split, count):
                 step = Decode(kv, at[0, t : t + 1], t + 1)
-                mine.append(self.hidden(ids[:, t : t + 1], at[:, t : t + 1], step)[0])
+                mine.append(self.hidden(ids[:, t : t + 1], at[:, t : t + 1] + shift, step)[0])
             got = self.logits(torch.cat(mine))
             # Other implementations ignore unknown features, such as soft caps.
             self.model.set_attn_implementation("eager")
-            want = self.model(input_ids=ids, use_cache=False).logits[0].float()
+            more = {name: value.to(self.device) for name, value in inputs.items()}
+            want = self.model(input_ids=ids, use_cache=False, **more).logits[0].float()
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"the local engine cannot run {type(self.model).__name__}: {error}") from error
+            return f"the local engine cannot run {kind}: {error}"
         finally:
-            self.model.set_attn_implementation(ATTENTION)
+            self.model.set_attn_implementation(self._attention)
         worst = float((got - want).abs().max())
-        if not worst <= CHECK_TOLERANCE[self.dtype] * max(1.0, float(want.abs().max())):
-            raise EngineError(
-                f"the local engine's logits for {type(self.model).__name__} differ by {worst:.3g} from the "
-                "model's own: it does not support this architecture"
-            )
+        if worst <= CHECK_TOLERANCE[self.dtype] * max(1.0, float(want.abs().max())):
+            return ""
+        return (
+            f"the local engine's logits for {kind} differ by {worst:.3g} from the model's own: it does not "
+            "support this architecture"
+        )

@@ -138,6 +138,9 @@ class RequestTable:
         """Number of known tokens. The newest is not in the KV cache yet, so position length - 1 is the next
         to compute."""
         self.prompt_len = np.zeros(slots, np.int64)
+        self.shift = np.zeros(slots, np.int64)
+        """Difference between the rotary position of a sampled token and its position in `ids`. It is not 0
+        after images (`vision.py`)."""
         self.limit = np.zeros(slots, np.int64)
         self.seed = np.zeros(slots, np.uint64)
         self.temperature = np.zeros(slots, np.float32)
@@ -152,6 +155,7 @@ class RequestTable:
         self.requests[slot] = request
         self.ids[slot, :prompt_len] = request.prompt_ids
         self.length[slot] = self.prompt_len[slot] = prompt_len
+        self.shift[slot] = 0
         self.limit[slot] = min(prompt_len + sampling.max_new_tokens, self.max_model_len)
         self.seed[slot] = sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
         self.temperature[slot] = sampling.temperature

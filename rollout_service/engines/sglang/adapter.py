@@ -35,6 +35,7 @@ from rollout_service.engines.http.adapter import (
     server_variables,
 )
 from rollout_service.engines.http.client import CONTROL_TIMEOUT_S, ServerClient
+from rollout_service.engines.http.images import as_flag, cache_name, collapsed, data_urls, pixels_of
 from rollout_service.engines.sglang.messages import (
     CONTEXT_MARGIN,
     PAUSE_MODES,
@@ -98,6 +99,14 @@ def command(launch: Launch) -> list[str]:
         "enable-return-routed-experts": settings.mixture is not None,
         "device": settings.device.partition(":")[0],
     }
+    if launch.facts.image_token is not None:
+        if settings.device == "cpu" and launch.facts.kind.startswith("qwen"):
+            raise EngineError(
+                f"SGLang on a CPU cannot serve {launch.facts.kind}, which reads images: it lacks kernels "
+                "for CPUs that this model needs. Use rollout.engine local, or rollout.device cuda"
+            )
+        if pixels := pixels_of(settings.pixels):
+            flags["mm-process-config"] = as_flag({"image": pixels})
     if settings.sleeps and settings.device != "cpu":
         # On a CPU, the package that releases memory does not exist. The server takes the calls all the same.
         flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
@@ -131,6 +140,11 @@ def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
         # Seconds. The client must close an idle connection before the server does.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
     }
+    if launch.facts.image_token is not None:
+        # An update drops the KV cache of requests in flight, but not the features of their images.
+        found["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
+        # Tokens around images stay as they were sampled.
+        found["SGLANG_MM_AVOID_RETOKENIZE"] = "1"
     if launch.settings.device == "cpu":
         found["SGLANG_USE_CPU_ENGINE"] = "1"
         if launch.settings.mixture is not None:
@@ -226,7 +240,13 @@ class SGLangAdapter(ServerAdapter):
         self, rid: str, prompt: list[int], request: GenerateRequest, room: int, tag: VersionTag
     ) -> dict[str, Any]:
         key = None if self._flush else tag.label
-        body = generate_body(rid, prompt, request.sampling, room, cache_key=key, ends=self.reader.ends)
+        ids, ends = collapsed(prompt, request.media), self.reader.ends
+        body = generate_body(rid, ids, request.sampling, room, cache_key=key, ends=ends)
+        if self.facts.never_sampled:
+            body["sampling_params"]["logit_bias"] = dict.fromkeys(map(str, self.facts.never_sampled), -1e9)
+        if request.media:
+            body["image_data"] = data_urls(request.media)
+            body["mm_hashes"] = [cache_name(image, tag) for image in request.media]
         tells = self._info is not None and self._info.enable_return_routed_experts
         if tells and self.settings.mixture is not None and request.routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
@@ -237,6 +257,9 @@ class SGLangAdapter(ServerAdapter):
 
     def parse(self, answer: Generated, sampling: Sampling) -> GenerateResult:
         return parse(answer, logprobs_of(sampling))
+
+    def prompt_tokens(self, answer: Generated) -> int | None:
+        return answer.meta_info.prompt_tokens
 
     def expert_ids(self, answer: Generated) -> NDArray[np.integer] | None:
         assert self.settings.mixture is not None

@@ -39,6 +39,7 @@ class AnswerMeta(msgspec.Struct):
     """Number of log-probs so far, also in a stream."""
     weight_versions: list[VersionSpan] | None = None
     cached_tokens: int | None = None
+    prompt_tokens: int | None = None
     output_token_logprobs: list[UnitLogprob] | None = None
     output_token_ids_logprobs: list[list[UnitLogprob]] | None = None
     routed_experts: str | None = None

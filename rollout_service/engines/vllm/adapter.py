@@ -38,6 +38,14 @@ from rollout_service.engines.http.adapter import (
     server_variables,
 )
 from rollout_service.engines.http.client import CONTROL_TIMEOUT_S, ServerClient
+from rollout_service.engines.http.images import (
+    as_flag,
+    cache_name,
+    collapsed,
+    data_urls,
+    has_package,
+    pixels_of,
+)
 from rollout_service.engines.vllm.messages import (
     ID_PREFIX,
     MODEL_NAME,
@@ -104,6 +112,14 @@ def command(launch: Launch) -> list[str]:
         "scheduling-policy": "priority",
         "disable-uvicorn-access-log": True,
     }
+    if launch.facts.image_token is not None:
+        if settings.device == "cpu" and not has_package(settings.python or Path(), "torchvision"):
+            raise EngineError(
+                f"vLLM on a CPU cannot serve {launch.facts.kind}, a model that reads images: its environment "
+                "has no torchvision. Use rollout.engine local, or rollout.device cuda"
+            )
+        if pixels := pixels_of(settings.pixels):
+            flags["mm-processor-kwargs"] = as_flag(pixels)
     if settings.sleeps and settings.device != "cpu":
         # On a CPU, the server refuses the flag, but it takes the calls and changes its state.
         flags["enable-sleep-mode"] = True
@@ -228,7 +244,19 @@ class VllmAdapter(ServerAdapter):
             )
         salt, ends = label(tag, self._owner), self.reader.ends
         how: Any = {"cache_salt": salt, "priority": request.priority, "ends": ends}
-        return generate_body(rid, prompt, request.sampling, room, **how)
+        body = generate_body(rid, collapsed(prompt, request.media), request.sampling, room, **how)
+        if self.facts.never_sampled:
+            body["sampling_params"]["logit_bias"] = dict.fromkeys(map(str, self.facts.never_sampled), -100)
+        if request.media:
+            named = zip(data_urls(request.media), request.media, strict=True)
+            body["return_token_ids"] = True
+            body["content_parts"] = [
+                {"type": "image_url", "url": url, "uuid": cache_name(image, tag)} for url, image in named
+            ]
+        return body
+
+    def prompt_tokens(self, answer: Answer) -> int | None:
+        return None if answer.prompt_token_ids is None else len(answer.prompt_token_ids)
 
     def heard(self, tell: Tell) -> VllmStream:
         return VllmStream(tell)
@@ -281,6 +309,11 @@ class VllmAdapter(ServerAdapter):
             reset = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
             if not (await _control(client, reset, Success)).success:
                 raise EngineError("the server could not drop its cache")
+            if self.facts.image_token is not None:
+                # All requests were preempted, so none is between its images and its tokens.
+                status, _ = await client.request("POST", "/reset_encoder_cache")
+                if status != 200:
+                    raise EngineError("the server could not drop the features of its images")
         await self._name(client, weights.tag)
 
     async def read_load(self, client: ServerClient) -> ServerLoad:

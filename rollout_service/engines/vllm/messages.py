@@ -54,10 +54,13 @@ class Usage(msgspec.Struct):
 
 class Answer(msgspec.Struct):
     """Used part of the server's answer. Decoding fails if a field is missing. Only `usage` may be missing,
-    because a stream lacks it."""
+    because a stream lacks it,
+    and the prompt."""
 
     choices: list[AnswerChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    """The prompt with its images expanded, if it was requested. In a stream, the first part has it."""
 
     def only(self) -> AnswerChoice:
         """Return the only choice. Raises `EngineError` if there is none, or more than one."""
@@ -72,11 +75,12 @@ class VllmStream:
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
         self._whole: AnswerChoice | None = None
+        self._prompt: list[int] | None = None
 
     def take(self, part: Answer) -> None:
         new = part.only()
         if self._whole is None:
-            self._whole = new
+            self._whole, self._prompt = new, part.prompt_token_ids
         else:
             self._whole.token_ids += new.token_ids
             self._whole.logprobs.content += new.logprobs.content
@@ -86,7 +90,7 @@ class VllmStream:
             self._tell(np.array(new.token_ids, np.int32))
 
     def answer(self) -> Answer:
-        return Answer([] if self._whole is None else [self._whole])
+        return Answer([] if self._whole is None else [self._whole], prompt_token_ids=self._prompt)
 
 
 def generate_body(

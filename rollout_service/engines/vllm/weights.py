@@ -39,6 +39,8 @@ def untied(folder: Path, into: Path) -> Path:
         if item.name != "config.json" and not item.name.endswith(".index.json"):
             (into / item.name).symlink_to(item.resolve())
     config = read_config(folder) | {"tie_word_embeddings": False}
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"] = config["text_config"] | {"tie_word_embeddings": False}
     (into / "config.json").write_text(json.dumps(config), encoding="utf-8")
     for file in folder.glob("*.safetensors"):
         try:

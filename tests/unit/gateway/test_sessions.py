@@ -201,8 +201,8 @@ async def test_a_call_that_arrives_after_the_end_of_its_episode_reaches_no_engin
             session.sample = noted  # type: ignore[method-assign]
             async with http_of(session) as http:
                 assert (await http.post(ROUTE, json=CHAT)).status_code == 200
-        ((call, ids),) = asked
-        refused: Any = await sample(call, ids)
+        ((call, ids, images),) = asked
+        refused: Any = await sample(call, ids, images)
         assert (refused.status, session.calls, len(engine.log)) == (401, 1, 1)
 
 

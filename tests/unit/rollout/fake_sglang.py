@@ -42,6 +42,8 @@ class FakeServer:
         self.routes = np.zeros((0, 0, 0), np.int32)
         """Of each token of a prompt, layer by layer."""
         self.version = ""
+        self.prompt_tokens = 0
+        """The number of tokens of every prompt, its images expanded."""
         self.said = 1
         """The id of every answer."""
         self.loads: list[Callable[[], bool]] = []
@@ -103,6 +105,7 @@ class FakeServer:
         if body["input_ids"] == [0]:
             return web.json_response({"error": {"message": "not that one"}}, status=400)
         meta: dict[str, Any] = {"finish_reason": {"type": "length"}, "weight_versions": self.versions}
+        meta["prompt_tokens"] = self.prompt_tokens
         if watched := body.get("token_ids_logprob"):
             by = body["sampling_params"]["temperature"]
             meta["output_token_ids_logprobs"] = [[[-0.1 * (i + 1) / by, i, None] for i in watched]]

@@ -1,0 +1,67 @@
+"""Images in requests to a server.
+
+A server takes one placeholder token for each image, and repeats it by its own image processor. The prompt
+that it computes must have as many tokens as ours, or the request is refused (`HttpEngine`). A server caches
+the features of an image under a name. The name contains the version of the weights, because the vision tower
+may be trained too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from areal_async.base.versions import VersionTag
+from areal_async.data.images import ImageError, data_url, plain_image
+from rollout_service.engines.base import RequestError, RequestImage
+
+REMEMBERED = 16
+"""Number of images of which the encoded form is kept. The samples of a group have the same images."""
+
+
+def collapsed(prompt: Sequence[int], media: Sequence[RequestImage]) -> list[int]:
+    """Return a prompt with one placeholder token for each image."""
+    ids = [*prompt]
+    for image in reversed(media):
+        del ids[image.first + 1 : image.first + image.count]
+    return ids
+
+
+def data_urls(media: Sequence[RequestImage]) -> list[str]:
+    """Return images as data URLs, in a form that every server decodes to the same pixels. Raises
+    `RequestError`."""
+    urls = []
+    for number, image in enumerate(media):
+        try:
+            urls.append(_data_url(image.data))
+        except ImageError as error:
+            raise RequestError(f"image {number} cannot be used: {error}") from error
+    return urls
+
+
+def cache_name(image: RequestImage, tag: VersionTag) -> str:
+    """Return a name for the features of an image under a version of the weights: 64 hexadecimal digits."""
+    return hashlib.sha256(f"{image.digest} {tag.label}".encode()).hexdigest()
+
+
+def pixels_of(bounds: tuple[int | None, int | None]) -> dict[str, int]:
+    """Return the bounds of an image's pixels as arguments of an image processor."""
+    return {name: value for name, value in zip(("min_pixels", "max_pixels"), bounds, strict=True) if value}
+
+
+def as_flag(value: object) -> str:
+    """Return the value of a server's flag that takes JSON."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def has_package(python: Path, name: str) -> bool:
+    """Return whether the environment of an interpreter has a package, without starting the interpreter."""
+    return any(python.absolute().parent.parent.glob(f"lib*/python3*/site-packages/{name}"))
+
+
+@lru_cache(REMEMBERED)
+def _data_url(data: bytes) -> str:
+    return data_url(*plain_image(data))

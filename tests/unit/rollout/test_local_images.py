@@ -1,0 +1,257 @@
+"""Images in the local engine, against transformers' own forward pass."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from areal_async.base.versions import VersionTag
+from areal_async.data.images import inspect_image
+from areal_async.models.vision import ImageProcessor
+from areal_async.trajectory import Sampling
+from rollout_service.engines.base import GenerateRequest, GenerateResult, RequestError, RequestImage
+from rollout_service.engines.local.core import EngineCore
+from rollout_service.engines.local.engine import LocalEngine
+from rollout_service.engines.local.model import LocalModel
+from tests.unit.families import FAMILIES
+from tests.unit.rollout.conftest import save_model
+from tests.unit.rollout.test_local_core import run, submit, swap
+from tests.vision import picture, write_vision_model
+
+KINDS = ["qwen2_5_vl", "qwen3_vl"]
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+BOUND = 1e-4
+
+
+class Snapshot:
+    """Weights of a vision model's folder with noise."""
+
+    def __init__(self, folder: Path, version: int) -> None:
+        self.tag = VersionTag("policy", 1, version)
+        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        noise = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise))
+        self.tensors = self.model.state_dict()
+
+
+class World:
+    """A tiny model, its processor, and an engine core with its first snapshot."""
+
+    def __init__(self, folder: Path, kind: str, **options: Any) -> None:
+        self.folder = write_vision_model(folder, kind)
+        self.processor = ImageProcessor(folder)
+        self.versions = {version: Snapshot(folder, version) for version in (3, 4)}
+        self.core = EngineCore(LocalModel(folder), slots=8, max_model_len=128, **options)
+        self.core.swap(self.versions[3])
+        self.core.model.check()
+        assert self.core.model.no_images == ""
+
+    def request(self, name: object, text: str, images: Sequence[Image.Image], **how: Any) -> GenerateRequest:
+        ids, spans = self.processor.expand(text, images)
+        media = []
+        for image, span in zip(images, spans, strict=True):
+            data = png(image)
+            media.append(RequestImage(inspect_image(data).digest, data, *span))
+        sampling = Sampling(**{"max_new_tokens": 12, **how})
+        return GenerateRequest(str(name), np.array(ids, np.int32), sampling, media=tuple(media))
+
+    def logprobs(self, asked: GenerateRequest, got: GenerateResult, version: int) -> np.ndarray:
+        """Log-probs of the sampled ids by one full forward pass. Placeholder tokens have probability 0."""
+        prompt = [*asked.prompt_ids.tolist()]
+        ids = torch.tensor([[*prompt, *got.token_ids.tolist()]])
+        inputs: dict[str, Any] = {}
+        if asked.media:
+            images = [Image.open(io.BytesIO(image.data)) for image in asked.media]
+            kinds = (ids == self.processor.placeholder_id).int()
+            inputs = {"mm_token_type_ids": kinds, **self.processor.features(images)}
+        with torch.inference_mode():
+            logits = self.versions[version].model(input_ids=ids, use_cache=False, **inputs).logits[0].double()
+        logits = logits.index_fill(1, torch.tensor([18, 19]), -torch.inf)
+        rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        return rows.gather(1, torch.from_numpy(got.token_ids).long()[:, None])[:, 0].numpy()
+
+    def assert_true(self, asked: GenerateRequest, got: GenerateResult) -> None:
+        for version in set(got.versions.tolist()):
+            at = got.versions == version
+            want = self.logprobs(asked, got, version)
+            np.testing.assert_allclose(got.logprobs[at], want[at], atol=BOUND, rtol=0)
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def mixed(world: World) -> list[GenerateRequest]:
+    """Requests with one, several and no images, two of them alike, and two that differ in an image alone."""
+    wide, tall = picture(48, 16), picture(16, 40, seed=1)
+    return [
+        world.request(0, f"1+{IMAGE}2=", [wide], seed=1),
+        world.request(1, f"1+{IMAGE}2=", [wide], seed=2),
+        world.request(2, f"1+{IMAGE}2=", [picture(48, 16, seed=2)], seed=3),
+        world.request(3, f"{IMAGE}{IMAGE}3+4+5=", [tall, wide], seed=4),
+        world.request(4, "1+2+3+4=", [], seed=5),
+        world.request(5, f"7+{IMAGE}8={IMAGE}", [wide, tall], seed=6, temperature=0.0),
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_with_images_equal_the_models_own_forward(kind, tmp_path):
+    world = World(tmp_path, kind)
+    asked = mixed(world)
+    done = run(world.core, *asked)
+    for request in asked:
+        world.assert_true(request, done[request.request_id])
+    assert max(len(result.token_ids) for result in done.values()) > 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_in_the_middle_of_an_answer_sees_the_images_again(kind, tmp_path):
+    world = World(tmp_path, kind)
+    asked = [
+        replace(request, sampling=Sampling(max_new_tokens=30, seed=i))
+        for i, request in enumerate(mixed(world))
+    ]
+
+    def update(step: int) -> None:
+        if step == 3:
+            swap(world.core, world.versions[4])
+
+    done = run(world.core, *asked, at=update)
+    for request in asked:
+        world.assert_true(request, done[request.request_id])
+    assert {3, 4} <= {version for result in done.values() for version in result.versions.tolist()}
+
+
+def test_samples_with_the_same_images_are_computed_once_and_others_apart(tmp_path):
+    world = World(tmp_path, "qwen2_5_vl")
+    first = world.request(0, f"{IMAGE}=", [picture(16, 24)], seed=1)
+    again = replace(first, request_id="1", media=tuple(first.media))
+    other = world.request(2, f"{IMAGE}=", [picture(16, 24, seed=1)], seed=1)
+    submit(world.core, first, again)
+    with torch.inference_mode():
+        world.core.step()
+    assert world.core.prompt_tokens_total == len(first.prompt_ids)
+    submit(world.core, other)
+    with torch.inference_mode():
+        world.core.step()
+    assert world.core.prompt_tokens_total == 2 * len(first.prompt_ids)
+
+
+def test_placeholder_tokens_are_never_sampled(tmp_path):
+    world = World(tmp_path, "qwen2_5_vl")
+    weights = world.versions[3].model.get_input_embeddings().weight
+    with torch.no_grad():
+        weights[18:20] = weights.mean(0) + 30 * weights.std(0)
+    world.core.swap(world.versions[3])
+    asked = [
+        world.request(i, "1+2=", [], seed=i, max_new_tokens=20, temperature=float(i % 2)) for i in range(8)
+    ]
+    done = run(world.core, *asked)
+    for request in asked:
+        assert not {18, 19} & set(done[request.request_id].token_ids.tolist())
+        world.assert_true(request, done[request.request_id])
+
+
+def test_a_snapshot_without_a_tower_keeps_that_of_the_models_folder(tmp_path):
+    world = World(tmp_path, "qwen3_vl")
+    model = LocalModel(world.folder)
+    core = EngineCore(model, slots=4, max_model_len=128)
+    newest = world.versions[4]
+    newest.tensors = {name: tensor for name, tensor in newest.tensors.items() if "visual" not in name}
+    core.swap(newest)
+    own = AutoModelForImageTextToText.from_pretrained(world.folder, dtype=torch.float32).state_dict()
+    newest.model.load_state_dict({**own, **newest.tensors})
+    asked = mixed(world)
+    done = run(core, *asked)
+    for request in asked:
+        world.assert_true(request, done[request.request_id])
+
+
+def refusal(core: EngineCore, request: GenerateRequest) -> str:
+    """Return the error of a request, while another one is served."""
+    try:
+        checked = core.checked(request)
+    except RequestError as error:
+        return str(error)
+    core.submit(checked)
+    with torch.inference_mode():
+        (done,) = core.step()
+    assert isinstance(done.outcome, RequestError)
+    assert core.idle
+    return str(done.outcome)
+
+
+def test_images_that_do_not_match_their_tokens_are_refused(tmp_path):
+    core = (world := World(tmp_path, "qwen2_5_vl")).core
+    good = world.request(0, f"1+{IMAGE}2=", [picture(16, 24)])
+    (image,) = good.media
+    large = png(picture(32, 24))
+    assert "image 0 (x) has 12 tokens, but the prompt has 6 for it" in refusal(
+        core, replace(good, media=(image._replace(data=large, digest="x"),))
+    )
+    assert "image 0 has tokens 2 to 8, which are no placeholder tokens (id 18)" in refusal(
+        core, replace(good, media=(image._replace(first=image.first - 1),))
+    )
+    assert "a prompt has 6 placeholder tokens, and its images have 5" in refusal(
+        core, replace(good, media=(image._replace(count=5),))
+    )
+    assert "a prompt has 6 placeholder tokens, and its images have 0" in refusal(
+        core, replace(good, media=())
+    )
+    broken = image._replace(data=image.data[:60], digest="y")
+    assert "image 0 cannot be used: " in refusal(core, replace(good, media=(broken,)))
+    done = run(core, good)
+    world.assert_true(good, done["0"])
+
+
+def test_a_model_without_a_vision_tower_refuses_images(tmp_path):
+    core = save_model(tmp_path, FAMILIES["llama"]()).core()
+    asked = GenerateRequest("0", [3, 4, 5], Sampling(), media=(RequestImage("x", b"", 1, 1),))
+    assert "the model reads no images: " in refusal(core, asked)
+    assert "a model of type llama, which reads no images" in refusal(core, asked)
+
+
+def test_a_model_whose_images_are_computed_otherwise_serves_text_alone(tmp_path, monkeypatch):
+    world = World(tmp_path, "qwen2_5_vl")
+    model = LocalModel(world.folder)
+    monkeypatch.setattr(
+        model.vision, "_rope_index", lambda ids, **_: (torch.arange(ids.shape[1]).expand(3, 1, -1), 0)
+    )
+    model.check()
+    core = EngineCore(model, slots=4, max_model_len=128)
+    assert "does not support this architecture" in refusal(
+        core, world.request(0, f"{IMAGE}=", [picture(16, 24)])
+    )
+    assert len(run(core, world.request(1, "1+2=", []))["1"].token_ids) > 0
+
+
+def test_the_engine_scales_images_as_the_job_says(tmp_path):
+    world = World(tmp_path, "qwen2_5_vl")
+    world.processor = ImageProcessor(world.folder, max_pixels=256)
+    asked = world.request("0", f"{IMAGE}=", [picture(64, 64)])
+    assert asked.media[0].count == 4
+    assert "has 64 tokens, but the prompt has 4 for it" in refusal(world.core, asked)
+
+    async def answer() -> GenerateResult:
+        engine = LocalEngine(world.folder, slots=4, max_model_len=128, pixels=(None, 256))
+        try:
+            await engine.start(world.versions[3])
+            return await engine.generate(asked)
+        finally:
+            await engine.stop()
+
+    world.assert_true(asked, asyncio.run(answer()))

@@ -1,0 +1,161 @@
+"""Images in requests to servers, and models with images that a server on a CPU cannot serve."""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from areal_async.base.versions import VersionTag
+from areal_async.data.images import decode_image, inspect_image, plain_image
+from areal_async.trajectory import Sampling
+from rollout_service.engines.base import EngineError, GenerateRequest, RequestError, RequestImage
+from rollout_service.engines.http.adapter import ModelFacts, ServerSettings, read_model
+from rollout_service.engines.http.engine import HttpEngine
+from rollout_service.engines.http.images import cache_name, collapsed
+from rollout_service.engines.sglang.adapter import SGLangAdapter
+from rollout_service.engines.vllm.adapter import VllmAdapter
+from tests.unit.rollout.fake_sglang import FakeServer
+from tests.unit.rollout.test_server_engine import PATIENCE, Offer, serving_engine
+from tests.unit.rollout.test_server_launch import ENGINES, launched
+from tests.vision import picture, write_vision_model
+
+TAG = VersionTag("policy", 0, 3)
+GREEDY = Sampling(temperature=0.0, max_new_tokens=1)
+PAD, OTHER = 18, 19
+IDS = np.array([4, 16, PAD, PAD, PAD, 17, 5, 16, PAD, 17], np.int32)
+SHORT = [4, 16, PAD, 17, 5, 16, PAD, 17]
+
+
+def png(image: Image.Image, **how: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG", **how)
+    return file.getvalue()
+
+
+def image(data: bytes, first: int, count: int) -> RequestImage:
+    return RequestImage(inspect_image(data).digest, data, first, count)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_vision_model(tmp_path_factory.mktemp("model"))
+
+
+MEDIA = (image(png(picture(24, 8)), 2, 3), image(png(picture(8, 8, seed=1)), 8, 1))
+ASKED = GenerateRequest("r", IDS, GREEDY, media=MEDIA)
+
+
+def url_of(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def test_requests_name_images_by_data_urls_and_one_token_each(folder: Path) -> None:
+    settings = ServerSettings(slots=4, max_model_len=64, url="http://localhost:1")
+    vllm = VllmAdapter(folder, settings, scratch=folder / "scratch")
+    body = vllm.body("r", IDS.tolist(), ASKED, 1, TAG)
+    assert body["token_ids"] == SHORT == collapsed(IDS.tolist(), MEDIA)
+    assert body["content_parts"] == [
+        {"type": "image_url", "url": url_of(each.data), "uuid": cache_name(each, TAG)} for each in MEDIA
+    ]
+    assert body["return_token_ids"]
+    assert body["sampling_params"]["logit_bias"] == {"18": -100, "19": -100}
+    sglang = SGLangAdapter(folder, settings)
+    body = sglang.body("r", IDS.tolist(), ASKED, 1, TAG)
+    assert body["input_ids"] == SHORT
+    assert body["image_data"] == [url_of(each.data) for each in MEDIA]
+    assert body["mm_hashes"] == [cache_name(each, TAG) for each in MEDIA]
+    assert body["sampling_params"]["logit_bias"] == {"18": -1e9, "19": -1e9}
+    for adapter in (vllm, sglang):
+        plain = adapter.body("r", [4, 5], replace(ASKED, media=()), 1, TAG)
+        assert not {"content_parts", "return_token_ids", "image_data", "mm_hashes"} & plain.keys()
+
+
+def test_features_have_another_name_under_other_weights() -> None:
+    newer = VersionTag("policy", 0, 4)
+    names = {cache_name(each, tag) for each in MEDIA for tag in (TAG, newer)}
+    assert len(names) == 4
+    assert all(int(name, 16) for name in names)
+
+
+def test_servers_get_the_pixels_that_we_decode() -> None:
+    clear = picture(8, 8).convert("RGBA")
+    clear.putalpha(100)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for data in (png(clear), png(picture(8, 16), exif=turned), png(picture(8, 8).convert("P"))):
+        kind, plain = plain_image(data)
+        shown = Image.open(io.BytesIO(plain))
+        assert (kind, shown.mode) == ("image/png", "RGB")
+        assert shown.tobytes() == decode_image(data).tobytes()
+    data = png(picture(8, 8))
+    assert plain_image(data) == ("image/png", data)
+
+
+@pytest.mark.parametrize(
+    ("media", "said"),
+    [
+        ((), "a prompt has 4 placeholder tokens, and its images have 0"),
+        (MEDIA[:1], "a prompt has 4 placeholder tokens, and its images have 3"),
+        ((MEDIA[0]._replace(first=1), MEDIA[1]), "image 0 has tokens 1 to 4, which are no placeholder"),
+        (MEDIA, "expanded a prompt with images to 9 tokens, but it has 10"),
+        (
+            (MEDIA[0]._replace(data=b"no image"), MEDIA[1]),
+            "image 0 cannot be used: it is no image",
+        ),
+    ],
+)
+async def test_images_that_do_not_match_their_tokens_are_refused(media, said, folder, tmp_path) -> None:
+    server = FakeServer()
+    server.prompt_tokens = 9
+    server.held.set()
+    async with server.serving() as client:
+        settings = ServerSettings(slots=4, max_model_len=64, url=client.url, patience=PATIENCE)
+        engine = HttpEngine(SGLangAdapter(folder, settings))
+        await engine.start(Offer(tmp_path, 0))
+        try:
+            with pytest.raises(RequestError, match=said):
+                await engine.generate(replace(ASKED, media=media))
+            server.prompt_tokens = 10
+            assert (await engine.generate(ASKED)).token_ids.tolist() == [1]
+        finally:
+            await engine.stop()
+
+
+async def test_a_model_of_text_refuses_images(tmp_path) -> None:
+
+    async with serving_engine(tmp_path) as (engine, _server):
+        with pytest.raises(RequestError, match="the model reads no images"):
+            await engine.generate(replace(ASKED, prompt_ids=[1, 2]))
+
+
+QWEN = ModelFacts(20, 512, 2, PAD, (PAD, OTHER), "qwen2_5_vl")
+
+
+def test_servers_scale_images_as_the_job_says(folder: Path) -> None:
+    assert read_model(folder) == QWEN
+    given = {"device": "cuda", "dtype": "bfloat16", "pixels": (None, 256)}
+    words = ENGINES["vllm"].command(replace(launched(**given), facts=QWEN))
+    assert words[words.index("--mm-processor-kwargs") + 1] == '{"max_pixels":256}'
+    words = ENGINES["sglang"].command(replace(launched(**given), facts=QWEN))
+    assert words[words.index("--mm-process-config") + 1] == '{"image":{"max_pixels":256}}'
+    variables = ENGINES["sglang"].variables(replace(launched(**given), facts=QWEN), {})
+    assert variables["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+    assert "--mm-processor-kwargs" not in ENGINES["vllm"].command(launched(**given))
+
+
+def test_what_a_server_on_a_cpu_lacks_for_images_is_said_at_the_start(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    launch = replace(launched(python=python), facts=QWEN)
+    with pytest.raises(EngineError, match=r"vLLM on a CPU cannot serve qwen2_5_vl, .* has no torchvision"):
+        ENGINES["vllm"].command(launch)
+    (tmp_path / "lib" / "python3.11" / "site-packages" / "torchvision").mkdir(parents=True)
+    assert ENGINES["vllm"].command(launch)
+    with pytest.raises(EngineError, match="SGLang on a CPU cannot serve qwen2_5_vl"):
+        ENGINES["sglang"].command(launch)
