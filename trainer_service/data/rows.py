@@ -8,7 +8,7 @@ but not an input, so a row of T tokens takes T - 1 places in a pack, or fewer if
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +22,15 @@ PLACES = ("segment", "unit", "turn", "agent", "anchor", "truncated")
 `segment` is the segment's number, and `unit` is the unit's number in the table of units. `agent` is the id of
 the agent's name, and `anchor` belongs to the segment. `truncated` is 1 if a limit of the job cut the episode
 off (the last flag of its segments is TRUNCATED)."""
+
+
+class RowImage(NamedTuple):
+    """An image of a row. The tokens [first, first + count) of the row stand for it."""
+
+    digest: str
+    data: bytes | memoryview
+    first: int
+    count: int
 
 
 class TrainingRow(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -50,6 +59,8 @@ class TrainingRow(msgspec.Struct, frozen=True, eq=False, gc=False):
     routes."""
     shared: int = 0
     """Number of leading tokens that the previous row in the pack also has; they are not packed again."""
+    images: tuple[RowImage, ...] = ()
+    """Images in the order of their tokens."""
     feeds_last: bool = False
     """Whether the last token is also an input, so that the last unit has a `score` (`backends/base.py`)."""
 
@@ -61,6 +72,11 @@ class TrainingRow(msgspec.Struct, frozen=True, eq=False, gc=False):
     def fed(self) -> NDArray[np.int32]:
         """Input tokens of the model."""
         return self.token_ids[: self.packed_length]
+
+    @property
+    def fed_images(self) -> tuple[RowImage, ...]:
+        """Images of the input tokens."""
+        return tuple(image for image in self.images if image.first < self.packed_length)
 
 
 def joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:

@@ -36,6 +36,10 @@ class Fsdp:
         compiles on CUDA in half precision. If a model cannot be compiled, `auto` logs a warning and runs it
         uncompiled, and `on` is an error. Compilation takes up to some minutes at the start."""
 
+        vision: Literal["frozen", "trained"] = "frozen"
+        """Whether the vision tower of a model that reads images is trained with its language model. A frozen
+        tower is not part of published weights."""
+
     memory_of = staticmethod(rank_memory)
     """Function that returns the bytes that each rank needs for one model."""
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from areal_async.config.job import LoraSection
+from areal_async.models.classes import language_part
 from areal_async.weights.adapter import PREFIX
 from trainer_service.errors import ModelError
 
@@ -27,14 +28,14 @@ def add_adapters(model: Any, section: LoraSection) -> list[str]:
     """Add adapters to linear layers of `model` and freeze everything else. Returns the layers' full names.
 
     `section.targets` selects layers by the last part of their name; the default is all except the output
-    layer. Raises `ModelError` if a target matches no layer."""
+    layer. Layers of a vision tower get none. Raises `ModelError` if a target matches no layer."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    head = model.get_output_embeddings()
+    head, inside = model.get_output_embeddings(), {*language_part(model).modules()}
     linear = {
         name: name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
+        if isinstance(module, nn.Linear) and module is not head and module in inside
     }
     wanted = section.targets or tuple(linear.values())
     if missing := sorted(set(wanted) - set(linear.values())):
