@@ -3,18 +3,19 @@
 import pytest
 import torch
 
-from areal_async.config.job import LoraSection, OptimizerSection
-from areal_async.weights.pieces import whole_tensors
+from safetensors.torch import load_file
+
+from areal_async.config.job import LoraSection
+from areal_async.weights.names import names_in_files
+from tests.unit.trainer import images_process
+from tests.unit.trainer.forked_ranks import run_script
 from tests.unit.trainer.image_rows import own_logprobs, own_model, row_with, rows_of, weights_of
+from tests.unit.trainer.images_process import weights
 from tests.vision import write_vision_model
-from trainer_service.backends.base import ModelUse
-from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.microbatch import build_micro_batch, plan_passes
 from trainer_service.ranks import join_ranks
 
 KINDS = ["qwen2_5_vl", "qwen3_vl"]
-OF_GRADIENT = OptimizerSection(lr=1e8, eps=1e8, clip_grad_norm=1e8)
-"""With so large an eps AdamW takes the gradient itself off the weights."""
 
 
 @pytest.fixture(scope="session")
@@ -23,8 +24,7 @@ def folders(tmp_path_factory):
 
 
 def backend_of(folder, **options):
-    models = {"policy": ModelUse(folder, OF_GRADIENT, 10)}
-    return FsdpBackend(models, join_ranks(0, 1), **{"dtype": torch.float32, **options})
+    return images_process.backend_of(folder, join_ranks(0, 1), **options)
 
 
 def batches_of(folder, budget=1 << 20, side_by_side=False):
@@ -32,10 +32,6 @@ def batches_of(folder, budget=1 << 20, side_by_side=False):
     rows, groups = rows_of(folder)
     passes = plan_passes(rows, join_ranks(0, 1), budget, groups=groups, side_by_side=side_by_side)
     return [build_micro_batch(chosen) for chosen in passes], [row for chosen in passes for row in chosen]
-
-
-def weights(backend):
-    return {name: tensor.clone() for name, tensor in whole_tensors(backend.export("policy")).items()}
 
 
 def trained(backend, batches):
@@ -50,11 +46,15 @@ def trained(backend, batches):
 
 
 def own(folder, rows):
-    """The same by the model's own forward pass over one row at a time."""
+    """The same by the model's own forward pass over one row at a time, under the names in its files."""
     model = own_model(folder)
     logp = torch.cat([own_logprobs(model, folder, row) for row in rows])
     (logp * weights_of(len(logp))).sum().backward()
-    return logp.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = {}
+    for name, parameter in model.named_parameters():
+        (in_files,) = names_in_files(model, {name: parameter})
+        found[in_files] = parameter.grad
+    return logp.detach(), found
 
 
 def require_equal(found, wanted):
@@ -81,3 +81,16 @@ def test_packed_rows_equal_the_models_own_forward_pass(folders, kind, vision):
         tower = {name for name in own_gradient if not is_of_language(name)}
         own_gradient |= {name: torch.zeros_like(own_gradient[name]) for name in tower}
     require_equal(gradient, own_gradient)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_what_one_rank_trains(folders, kind, tmp_path):
+    """Also if one of them has no images, no rank has images, or one has no rows, and if they share rows."""
+    run_script(images_process.__file__, folders[kind], tmp_path)
+    for name, options in images_process.CASES.items():
+        alone = backend_of(folders[kind], vision=options.get("vision", "frozen"))
+        wanted = images_process.gradient_of(alone, images_process.batches_of(folders[kind], (0, 1)))
+        found = load_file(tmp_path / f"{name}.safetensors")
+        require_equal(found, wanted)
+        assert found.keys() == wanted.keys()
+        assert any(found[each].any() for each in found if not is_of_language(each)) == (name != "frozen")
