@@ -103,13 +103,16 @@ class ImageReader:
         return found
 
     def made(self, width: int = SPARE_SIDE, height: int = SPARE_SIDE, seed: int = 0) -> tuple[list[int], RowImage]:
-        """Return the tokens of an image of noise, and the image at their beginning."""
+        """Return the tokens of an image of noise, and the image at their beginning. Raises `NoImages`."""
         from PIL import Image
 
         noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
         file, image = io.BytesIO(), Image.fromarray(noise)
         image.save(file, "PNG")
-        ids, (span,) = self._processor.expand(self._processor.placeholder, [image])
+        try:
+            ids, (span,) = self._processor.expand(self._processor.placeholder, [image])
+        except Exception as error:  # processors of incomplete folders raise many kinds of errors
+            raise NoImages(f"the image processor fails: {type(error).__name__}: {error}") from error
         name = f"noise of {width} x {height}, {seed}"
         return ids, RowImage(name, file.getvalue(), span.first, span.count)
 
