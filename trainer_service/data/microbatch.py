@@ -148,7 +148,7 @@ def plan_passes(
     rooms = [tree.room for tree in trees]
     plan = pack(rooms, budget) or [[]]
     if ranks.world > 1:
-        costs = [cost.of(tree.n_tokens, tree.n_units) for tree in trees]
+        costs = [cost.of(tree.n_tokens, tree.n_units, tree.n_of_images) for tree in trees]
         plan = spread(rooms, costs, budget, ranks.largest(len(plan)))
     sorted_trees = (sorted((trees[i] for i in chosen), key=lambda tree: -tree.n_tokens) for chosen in plan)
     return [[row for tree in chosen for row in tree.rows] for chosen in sorted_trees]

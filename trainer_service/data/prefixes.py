@@ -60,10 +60,12 @@ class Tree:
     n_units: int
     fed: int
     """Number of tokens of the rows without sharing."""
+    n_of_images: int = 0
+    """Number of the tree's tokens that stand for images."""
 
     @classmethod
     def of(cls, row: TrainingRow) -> Tree:
-        return cls([row], row.packed_length, len(row.position), row.packed_length)
+        return cls([row], row.packed_length, len(row.position), row.packed_length, row.image_tokens())
 
     @property
     def room(self) -> int:
@@ -80,6 +82,7 @@ class Tree:
             return False
         self.rows.append(replace(row, shared=shared))
         self.n_tokens, self.n_units, self.fed = tokens, units, fed
+        self.n_of_images += row.image_tokens(shared)
         return True
 
 

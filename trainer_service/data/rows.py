@@ -78,6 +78,10 @@ class TrainingRow(msgspec.Struct, frozen=True, eq=False, gc=False):
         """Images of the input tokens."""
         return tuple(image for image in self.images if image.first < self.packed_length)
 
+    def image_tokens(self, first: int = 0) -> int:
+        """Return how many input tokens, from token `first` on, stand for images."""
+        return sum(image.count for image in self.fed_images if image.first >= first)
+
 
 def joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     """Concatenate arrays into one of this dtype; the result is empty without any arrays."""

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from areal_async.config.job import OptimizerSection
+from areal_async.config.job import JobConfig, OptimizerSection
 from areal_async.config.parallel import RankGrid
 from areal_async.service.rank_group import Meeting
 from areal_async.weights.pieces import whole_tensors
 from tests.unit.trainer.image_rows import row_with, rows_of
+from tests.unit.trainer.rank_process import job_of
 from tests.unit.trainer.sharded_process import forked
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
@@ -37,6 +38,10 @@ CASES: dict[str, dict[str, Any]] = {
 def backend_of(folder: Path, ranks: Ranks, **options: Any) -> FsdpBackend:
     models = {"policy": ModelUse(folder, OF_GRADIENT, 10)}
     return FsdpBackend(models, ranks, **{"dtype": torch.float32, **options})
+
+
+def lora_job(folder: Path, rank: int) -> JobConfig:
+    return job_of(folder, folder / "run", lora={"rank": rank})
 
 
 def batches_of(folder: Path, shares: Sequence[int]) -> list[MicroBatch]:

@@ -55,8 +55,8 @@ class ModelImages:
         inner, needed = model.base_model, ("get_image_features", "get_placeholder_mask")
         accepts = inspect.signature(type(inner).forward).parameters
         if ACCEPTED not in accepts or not all(hasattr(inner, name) for name in needed):
-            version = transformers.__version__
-            raise NoImages(f"{type(model).__name__} of transformers {version} takes no features of images")
+            name, version = type(model).__name__.removeprefix("FSDP"), transformers.__version__
+            raise NoImages(f"{name} of transformers {version} takes no features of images")
 
     def agreed(self, model: Any, batches: Sequence[MicroBatch], ranks: Ranks) -> list[MicroBatch]:
         """Return the micro-batches, in which all ranks run the vision tower equally often. All images are

@@ -91,12 +91,7 @@ class HeldModel(ChangingModel):
         lora, dtype = options.lora if name == TRAINED_MODEL else None, options.dtype
         held = torch.float32 if use.follows or (use.optimizer is not None and lora is None) else dtype
         require_packable(name, use.folder)
-        vision = options.vision if use.optimizer is not None else "frozen"
-        if lora is not None and vision == "trained":
-            raise ModelError(
-                "trainer.backend_args.vision: adapters (trainer.lora) are of the language model alone. Set it "
-                "to frozen, or set trainer.lora.rank to 0."
-            )
+        vision = options.vision if name == TRAINED_MODEL else "frozen"
         how = {"held": held, "head": use.head, "lora": lora, "vision": vision, "seed": options.seed}
         self.loaded = load_sharded(use.folder, ranks, dtype, **how)
         self.module = self.loaded.module
@@ -131,6 +126,8 @@ class HeldModel(ChangingModel):
         name, model, ranks = self.name, self.module, self._ranks
         images, reason = None, ""
         try:
+            if use.head == "value":
+                raise NoImages("it has a value layer in place of its output layer")
             ModelImages.require_known(model)
             reader = reader_of(use.folder, options.min_pixels, options.max_pixels)
             images = ModelImages(reader, trained=vision == "trained")
