@@ -115,7 +115,10 @@ def row_cost(config: Any, *, trains_vision: bool = False) -> RowCost:
 
 def _vision(config: Any) -> int:
     """Return the FLOPs of a vision tower with this config for one token; 0 if its dimensions are unknown."""
-    hidden, layers = _number(config, "hidden_size", "embed_dim"), _number(config, "depth", "num_hidden_layers")
+    hidden, layers = (
+        _number(config, "hidden_size", "embed_dim"),
+        _number(config, "depth", "num_hidden_layers"),
+    )
     inner = _number(config, "intermediate_size") or round(hidden * _number(config, "mlp_ratio"))
     matrices = 3 if str(getattr(config, "model_type", "")).startswith(GATED_TOWERS) else 2
     patches = (_number(config, "spatial_merge_size") or 1) ** 2

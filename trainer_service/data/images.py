@@ -102,7 +102,9 @@ class ImageReader:
                 self._size_bytes -= _bytes(self._kept.popitem(last=False)[1])
         return found
 
-    def made(self, width: int = SPARE_SIDE, height: int = SPARE_SIDE, seed: int = 0) -> tuple[list[int], RowImage]:
+    def made(
+        self, width: int = SPARE_SIDE, height: int = SPARE_SIDE, seed: int = 0
+    ) -> tuple[list[int], RowImage]:
         """Return the tokens of an image of noise, and the image at their beginning. Raises `NoImages`."""
         from PIL import Image
 
@@ -134,7 +136,14 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     most = torch.tensor([each.shape for each in tensors]).amax(0).tolist()
     return torch.cat(
         [
-            F.pad(each, [n for size, own in zip(most[:0:-1], each.shape[:0:-1], strict=True) for n in (0, size - own)])
+            F.pad(
+                each,
+                [
+                    n
+                    for size, own in zip(most[:0:-1], each.shape[:0:-1], strict=True)
+                    for n in (0, size - own)
+                ],
+            )
             for each in tensors
         ]
     )

@@ -30,7 +30,7 @@ class RowImage(NamedTuple):
     digest: str
     data: bytes | memoryview
     first: int
-    count: int
+    count: int  # type: ignore[assignment]
 
 
 class TrainingRow(msgspec.Struct, frozen=True, eq=False, gc=False):

@@ -38,11 +38,12 @@ def processor_of(folder: Path) -> ImageProcessor:
     return ImageProcessor(folder)
 
 
-def row_with(folder: Path, text: str, images: Sequence[int] = (), *, answer: str = "12", episode: int = 0) -> TrainingRow:
-    """Return the row of a prompt and an answer, whose tokens are units. In the prompt, each `@` is an image."""
+def row_with(
+    folder: Path, text: str, images: Sequence[int] = (), *, answer: str = "12", episode: int = 0
+) -> TrainingRow:
+    """Return the row of a prompt and an answer, whose tokens are units. Each `@` is an image."""
     processor = processor_of(folder)
-    image = processor.placeholder if IMAGE.count(processor.placeholder) == 0 else IMAGE
-    prompt = text.replace("@", image)
+    prompt = text.replace("@", IMAGE)
     files = [image_file(number) for number in images]
     ids, spans = processor.expand(prompt, [image for _, image in files])
     more = processor.expand(answer, []).ids
@@ -75,7 +76,9 @@ def rows_of(folder: Path) -> tuple[list[TrainingRow], np.ndarray]:
 
 
 def own_model(folder: Path) -> Any:
-    found = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    found = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     return found.eval()
 
 

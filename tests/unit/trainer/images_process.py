@@ -55,7 +55,9 @@ def batches_of(folder: Path, shares: Sequence[int]) -> list[MicroBatch]:
 
 
 def weights(backend: FsdpBackend) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in whole_tensors(backend.export("policy", gather=True)).items()}
+    return {
+        name: tensor.clone() for name, tensor in whole_tensors(backend.export("policy", gather=True)).items()
+    }
 
 
 def gradient_of(backend: FsdpBackend, batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:

@@ -69,7 +69,9 @@ def compile_blocks(name: str, model: Any, how: Compile, ranks: Ranks, try_passes
     torch._dynamo.config.recompile_limit = max(KINDS, torch._dynamo.config.recompile_limit)
     _add_dynamic_sources(SIZES)
     errors: list[Exception] = []
-    eager: list[tuple[Any, Callable[..., Any]]] = [(block, block.forward) for block in blocks_of(language_part(model))]
+    eager: list[tuple[Any, Callable[..., Any]]] = [
+        (block, block.forward) for block in blocks_of(language_part(model))
+    ]
     compiled = [_of_any_size(torch.compile(each, fullgraph=True, backend=COMPILER)) for _, each in eager]
     for (block, forward), each in zip(eager, compiled, strict=True):
         block.forward = _tried(each, forward, errors)

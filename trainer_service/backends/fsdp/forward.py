@@ -39,7 +39,6 @@ from trainer_service.data.rows import TrainingRow
 from trainer_service.errors import BatchError, UnfitModel
 from trainer_service.ranks import Ranks
 
-
 log = get_logger("trainer")
 
 

@@ -98,7 +98,9 @@ class ModelImages:
         more = {"at": index[index >= 0], "tokens": np.where(index >= 0, token, NOT_A_TOKEN)}
         if positions is not None:
             more["positions"] = positions
-        there = on_device({**arrays, **{f"own.{name}": each for name, each in more.items()}}, batch.input_ids.device)
+        there = on_device(
+            {**arrays, **{f"own.{name}": each for name, each in more.items()}}, batch.input_ids.device
+        )
         features = self._features(model, {name: there[name] for name in inputs}, there["own.at"])
         arguments = {ACCEPTED: {"image": features}}
         if positions is not None:

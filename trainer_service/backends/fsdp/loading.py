@@ -313,7 +313,6 @@ def _compute_rest(model: Any, stored: Collection[str]) -> None:
         )
 
 
-
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers under all their names."""
     return {
