@@ -59,8 +59,8 @@ class TeacherServers:
             )
         if any(row.images for row in rows):
             raise TeacherError(
-                "the teacher's servers are asked by token ids, and rows have images: name the teacher's folder "
-                "in trainer.teacher.model."
+                "the teacher's servers are asked by token ids, and rows have images: name the teacher's "
+                "folder in trainer.teacher.model."
             )
         parts = asyncio.run(self._all(rows))
         return np.concatenate([*parts, np.zeros(0, np.float32)])

@@ -10,8 +10,8 @@ linear·T + attention·T² + head·S + vision·I, where
     attention = 2 · layers · heads · head size: QKᵀ and weights·V each take 2 · heads · head size operations
                 for each of the T²/2 pairs of a token and an earlier or equal one. Sliding windows are ignored
     head      = 2 · hidden · vocabulary: logits are computed only for predicted units
-    vision    = 2 · parameters of the vision tower's blocks · patches per token. A frozen tower has no backward
-                pass, so it counts as a third of this. Its attention is ignored
+    vision    = 2 · parameters of the vision tower's blocks · patches per token. A frozen tower has no
+                backward pass, so it counts as a third of this. Its attention is ignored
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Images of a pack, and the inputs from which a vision tower computes their features.
 
-A pack has each image once, even if several rows or several places of a row have it. Inputs are kept by digest,
-so that an image is decoded once for the episodes of a group and the passes of a step.
+A pack has each image once, even if several rows or several places of a row have it. Inputs are kept by
+digest, so that an image is decoded once for the episodes of a group and the passes of a step.
 """
 
 from __future__ import annotations
 
 import io
-import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,8 @@ from trainer_service.errors import BatchError
 
 MOST_KEPT_BYTES = 2 << 30
 """Bytes of inputs that are kept for one model folder."""
+MOST_THREADS = 8
+"""Threads that decode images."""
 SPARE_SIDE = 32
 """Width and height of the image in a pass without images."""
 
@@ -68,39 +69,42 @@ class ReadImage(NamedTuple):
 
 
 class ImageReader:
-    """Reader of images for models with the processor in `folder`. Raises `NoImages`."""
+    """Reader of images for models with the processor in `folder`. One thread at a time may use it. Raises
+    `NoImages`."""
 
     def __init__(self, folder: Path, *, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
         self._processor = ImageProcessor(folder, min_pixels=min_pixels, max_pixels=max_pixels)
         self.placeholder_id = self._processor.placeholder_id
         self._kept: OrderedDict[str, ReadImage] = OrderedDict()
-        self._size_bytes, self._lock = 0, threading.Lock()
+        self._size_bytes = 0
 
     def read(self, images: Sequence[RowImage]) -> list[ReadImage]:
         """Return the images as inputs. Raises `BatchError` if one cannot be decoded."""
-        if not images:
-            return []
-        with ThreadPoolExecutor(min(len(images), 8), "images") as pool:
-            return [*pool.map(self._read, images)]
+        found: dict[str, Any] = {image.digest: self._kept.get(image.digest) for image in images}
+        if missing := [*{image.digest: image for image in images if found[image.digest] is None}.values()]:
+            with ThreadPoolExecutor(min(len(missing), MOST_THREADS), "images") as pool:
+                found |= zip(
+                    (image.digest for image in missing), pool.map(self._decode, missing), strict=True
+                )
+        for digest, each in found.items():
+            self._keep(digest, each)
+        return [found[image.digest] for image in images]
 
-    def _read(self, image: RowImage) -> ReadImage:
-        with self._lock:
-            if (found := self._kept.get(image.digest)) is not None:
-                self._kept.move_to_end(image.digest)
-                return found
+    def _decode(self, image: RowImage) -> ReadImage:
         try:
             decoded = decode_image(image.data)
             inputs = self._processor.features([decoded])
-            found = ReadImage(inputs, self._processor.tokens_of(*decoded.size))
+            return ReadImage(inputs, self._processor.tokens_of(*decoded.size))
         except (ImageError, NoImages) as error:
             raise BatchError(f"the image {image.digest} cannot be used: {error}") from error
-        with self._lock:
-            if image.digest not in self._kept:
-                self._size_bytes += _bytes(found)
-            self._kept[image.digest] = found
-            while self._size_bytes > MOST_KEPT_BYTES and len(self._kept) > 1:
-                self._size_bytes -= _bytes(self._kept.popitem(last=False)[1])
-        return found
+
+    def _keep(self, digest: str, image: ReadImage) -> None:
+        if digest not in self._kept:
+            self._size_bytes += _bytes(image)
+        self._kept[digest] = image
+        self._kept.move_to_end(digest)
+        while self._size_bytes > MOST_KEPT_BYTES and len(self._kept) > 1:
+            self._size_bytes -= _bytes(self._kept.popitem(last=False)[1])
 
     def made(
         self, width: int = SPARE_SIDE, height: int = SPARE_SIDE, seed: int = 0

@@ -4,9 +4,9 @@ The vision tower computes the features of each image of a pack once. They are th
 tokens, which may be at several places. Positions of tokens come from the model's own function
 (`get_rope_index`), which gets one row at a time.
 
-If the tower is sharded, all ranks must run its blocks equally often. So if any rank has images in a pass, the
-others compute the features of an image that none of their tokens stands for (`PackedImages`). Its features are
-part of the computation, and their gradient is exactly 0.
+The tower is sharded, so all ranks must run its blocks equally often. If any rank has images in a pass, the
+others compute the features of an image that none of their tokens stands for (`PackedImages`). Its features
+are part of the computation, and their gradient is exactly 0.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ACCEPTED = "mm_encoder_outputs"
 
 
 class ModelImages:
-    """Images of one kind of model, which `reader` prepares. With `trained`, the vision tower has gradients."""
+    """Images of a model, which `reader` prepares. With `trained`, its vision tower has gradients."""
 
     def __init__(self, reader: ImageReader, *, trained: bool) -> None:
         self._reader, self.trained = reader, trained
@@ -118,8 +118,8 @@ class ModelImages:
         return found
 
     def _prepared(self, model: Any, images: PackedImages, n_tokens: int) -> _Prepared:
-        """Return what `_prepare` returns for a pack of `n_tokens`. Tokens that were added at its end are a row
-        of copies of its last token."""
+        """Return what `_prepare` returns for a pack of `n_tokens`. Tokens that were added at its end are a
+        row of copies of its last token."""
         if self._reader not in images.prepared:
             images.prepared[self._reader] = self._prepare(model, images)
         index, positions = images.prepared[self._reader]

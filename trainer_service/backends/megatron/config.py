@@ -64,8 +64,8 @@ class Dimensions:
         kind = str(config.get("model_type"))
         if "vision_config" in config:
             raise ValueError(
-                f"it reads images (model_type {kind}), and the back end megatron trains language models alone. "
-                "Use the back end fsdp"
+                f"it reads images (model_type {kind}), and the back end megatron trains language models "
+                "alone. Use the back end fsdp"
             )
         if kind not in FAMILIES:
             raise ValueError(
