@@ -21,7 +21,8 @@ MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHAT = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "{% endfor %}"
 )
 TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 512}
 TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.25}

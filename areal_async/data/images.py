@@ -53,8 +53,8 @@ def inspect_image(data: bytes | memoryview) -> ImageFacts:
         raise ImageError(f"it has {width} x {height} pixels, and at most {MOST_PIXELS} are decoded")
     if min(width, height) < LEAST_SIDE or max(width, height) > MOST_RATIO * min(width, height):
         raise ImageError(f"it has {width} x {height} pixels, which is too thin for a vision model")
-    if getattr(image, "n_frames", 1) > 1:
-        raise ImageError(f"it has {image.n_frames} frames: give single images, as videos are not trained")
+    if (frames := getattr(image, "n_frames", 1)) > 1:
+        raise ImageError(f"it has {frames} frames: give single images, as videos are not trained")
     digest = f"blake3:{blake3.blake3(data).hexdigest()}"
     return ImageFacts(digest, FORMATS[str(image.format)], len(data), width, height)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,10 +33,10 @@ def _first_line(error: Exception) -> str:
 
 
 class Span(NamedTuple):
-    """The placeholder tokens of one image: tokens [first, first + count)."""
+    """The placeholder tokens of one image: tokens [first, first + size)."""
 
     first: int
-    count: int
+    size: int
 
 
 class ExpandedText(NamedTuple):
@@ -62,7 +62,7 @@ class ImageProcessor:
         if found is None or "image_processor" not in parts:
             raise NoImages(f"{folder} has a model of type {kind}, which reads no images")
         own = [part for part in parts if part in ("image_processor", "tokenizer")]
-        alone = type(found.__name__, (found,), {"get_attributes": classmethod(lambda cls: own)})
+        alone: Any = type(found.__name__, (found,), {"get_attributes": classmethod(lambda cls: own)})
         try:
             self._processor = alone.from_pretrained(folder, local_files_only=True, backend="pil")
         except Exception as error:  # transformers raises many kinds of errors for incomplete folders

@@ -120,7 +120,7 @@ class ImageReader:
         except Exception as error:  # processors of incomplete folders raise many kinds of errors
             raise NoImages(f"the image processor fails: {type(error).__name__}: {error}") from error
         name = f"noise of {width} x {height}, {seed}"
-        return ids, RowImage(name, file.getvalue(), span.first, span.count)
+        return ids, RowImage(name, file.getvalue(), span.first, span.size)
 
 
 @lru_cache(maxsize=8)

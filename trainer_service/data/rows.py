@@ -8,7 +8,7 @@ but not an input, so a row of T tokens takes T - 1 places in a pack, or fewer if
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,13 +24,13 @@ the agent's name, and `anchor` belongs to the segment. `truncated` is 1 if a lim
 off (the last flag of its segments is TRUNCATED)."""
 
 
-class RowImage(NamedTuple):
+class RowImage(msgspec.Struct, frozen=True, eq=False, gc=False):
     """An image of a row. The tokens [first, first + count) of the row stand for it."""
 
     digest: str
     data: bytes | memoryview
     first: int
-    count: int  # type: ignore[assignment]
+    count: int
 
 
 class TrainingRow(msgspec.Struct, frozen=True, eq=False, gc=False):

@@ -49,7 +49,7 @@ def row_with(
     more = processor.expand(answer, []).ids
     row = plain_row([*ids, *more], slice(len(ids), None), episode=episode)
     placed = [
-        RowImage(inspect_image(data).digest, data, span.first, span.count)
+        RowImage(inspect_image(data).digest, data, span.first, span.size)
         for (data, _), span in zip(files, spans, strict=True)
     ]
     return replace(row, images=tuple(placed))

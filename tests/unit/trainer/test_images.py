@@ -257,11 +257,11 @@ def test_images_that_cannot_be_used_are_named(folder):
     (image,) = row.images
     for wrong, why in (
         (
-            image._replace(digest="blake3:damaged", data=image.data[:100]),
+            structs.replace(image, digest="blake3:damaged", data=image.data[:100]),
             "blake3:damaged cannot be used: its pixels",
         ),
         (
-            image._replace(digest="blake3:other", data=image_file(1)[0]),
+            structs.replace(image, digest="blake3:other", data=image_file(1)[0]),
             "has 10 tokens, but its row has 6 for it",
         ),
     ):

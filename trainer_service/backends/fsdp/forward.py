@@ -6,8 +6,8 @@ forward pass. The root's forward is therefore replaced by one that runs a given 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -121,11 +121,12 @@ def probe_packing(
     shared: SequenceRanks | None,
     *,
     ragged: bool,
-) -> None:
+) -> bool:
     """Call `open_window`, and raise `UnfitModel` unless packed columns equal the model's own forward pass.
 
     If they differ, or if the model has layers that carry a state from token to token, the same is tried with
-    rows side by side. All ranks call it after the weights are loaded."""
+    rows side by side. Returns whether rows must be side by side. All ranks call it after the weights are
+    loaded."""
     config: Any = loaded.module.config
 
     def probe(side_by_side: bool) -> None:
@@ -135,13 +136,31 @@ def probe_packing(
     reason = carries_state(config.get_text_config().to_dict())
     if not reason:
         try:
-            return probed(name, config, ranks, partial(probe, False))
+            probed(name, config, ranks, partial(probe, False))
+            return False
         except UnfitModel as error:
             if shared is not None:
                 raise
             reason = f"cannot be packed: {error}"
     probed(name, config, ranks, partial(probe, True))
     log.warning("rows are computed side by side, without shared prefixes", model=name, reason=f"it {reason}")
+    return True
+
+
+@contextmanager
+def _all_called(model: Any, adapted: Sequence[str]) -> Iterator[None]:
+    """Raise `UnfitModel` unless a pass within calls every adapted layer. Where a kernel reads the weight of a
+    layer instead, its adapter has no effect. A separate layer of one expert may get no token."""
+    left = {name for name in adapted if ".experts." not in name}
+    layers = [(name, model.get_submodule(name)) for name in left]
+    hooks = [layer.register_forward_hook(lambda *_, name=name: left.discard(name)) for name, layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if left:
+        raise UnfitModel(f"it computes {min(left)} without calling it, so an adapter there has no effect")
 
 
 def probe_images(
@@ -171,7 +190,7 @@ def _compare(
     def more_of(row: TrainingRow) -> Mapping[str, Tensor]:
         return {} if images is None else images.own_arguments(model, row, ranks.device)
 
-    with torch.no_grad():
+    with torch.no_grad(), _all_called(model, loaded.adapted):
         packed = packed_columns(model, batch, names)
         in_parts = packed
         if shared is not None:

@@ -192,7 +192,7 @@ class ModelImages:
         first = (begin, ids_a, one[4:7], ids_b, one[7:])
         second = (begin, ids_a, one[4:6], other)
         at_b = len(begin) + len(ids_a) + 3
-        placed = [a._replace(first=a.first + len(begin)), b._replace(first=b.first + at_b)]
+        placed = [changed(a, first=a.first + len(begin)), changed(b, first=b.first + at_b)]
         rows = [_probe_row(first, placed), _probe_row(second, placed[:1]), _probe_row((last,), ())]
         return [rows[0], changed(rows[1], shared=shared), rows[2]]
 

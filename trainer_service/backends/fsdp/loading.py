@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from areal_async.config.job import LoraSection
 from areal_async.models.classes import auto_class, freeze_other_parts, is_multimodal, names_of_other_parts
-from areal_async.weights.names import BoxOfFile, NamesMismatch, Storage, storage_of, tied_in_files
+from areal_async.weights.names import NamesMismatch, Storage, storage_of, tied_in_files
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import ModelHead
 from trainer_service.backends.common import FLOATS, loaded_on_all, open_tensors
@@ -33,7 +33,7 @@ from trainer_service.backends.fsdp.lora import (
     add_adapters,
     first_value,
     is_adapter,
-    published_name,
+    published,
 )
 from trainer_service.backends.fsdp.shards import row_range
 from trainer_service.backends.probe import with_short_windows
@@ -102,7 +102,8 @@ class LoadedModel:
         Without `whole`, a frozen vision tower is left out. All ranks must iterate to the end together."""
         tensors = _tensors(self.module)
         left_out = self.frozen if not whole else frozenset()
-        for name, storage in (_adapters(tensors) if self.adapted else self.storage).items():
+        chosen = _adapters(tensors, self.storage) if self.adapted else self.storage
+        for name, storage in chosen.items():
             if name in left_out:
                 continue
             rows, first, gives = tensors[name], 0, ranks.first
@@ -177,8 +178,8 @@ def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: _Plan, seed: int
         adapted = plan.complete(model)
         if plan.lora is not None:
             tied = {}
-            now = {name: name.replace(BASE, ".") for name in _tensors(model)}
-            storage = {name: storage[before] for name, before in now.items() if before in storage}
+            now = {name.replace(BASE, "."): name for name in _tensors(model)}
+            storage = {now[before]: stored for before, stored in storage.items()}
         _shard(model, ranks, dtype)
         model.to_empty(device=ranks.device)
         model.tie_weights()
@@ -189,7 +190,7 @@ def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: _Plan, seed: int
             _fill(tensors[name], stored, files)
             # With this mark, `initialize_weights` does not overwrite the tensor.
             tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]
-    for name in _adapters(tensors):
+    for name in _adapters(tensors, storage):
         _begin(tensors[name], first_value(name, tensors[name].shape, seed))
     _compute_rest(model, storage)
     model.train()
@@ -279,12 +280,10 @@ def _fill(tensor: Tensor, storage: Storage, files: Mapping[str, Any]) -> None:
         rows.copy_(whole[first:end])
 
 
-def _adapters(tensors: Mapping[str, Tensor]) -> dict[str, Storage]:
+def _adapters(tensors: Mapping[str, Tensor], storage: Mapping[str, Storage]) -> dict[str, Storage]:
     """Return the parameters of adapters with their places in peft's files."""
     return {
-        name: BoxOfFile(published_name(name), tuple(tensor.shape), (0,) * tensor.dim())
-        for name, tensor in tensors.items()
-        if is_adapter(name)
+        name: published(name, tensor.shape, storage) for name, tensor in tensors.items() if is_adapter(name)
     }
 
 
@@ -306,11 +305,26 @@ def _compute_rest(model: Any, stored: Collection[str]) -> None:
         model.get_buffer(name).fill_(torch.nan)
     # The class that FSDP makes is not one of transformers, which would skip modules without own tensors.
     model.is_custom_code = lambda: False
-    model.initialize_weights()
+    tensors = {name: tensor for name, tensor in _tensors(model).items() if name in stored}
+    before = {name: _changes(tensor) for name, tensor in tensors.items()}
+    try:
+        model.initialize_weights()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        why = next(iter(str(error).splitlines()), "")
+        raise ValueError(f"transformers does not compute the buffers that no file has: {why}") from error
+    if changed := [name for name, tensor in tensors.items() if _changes(tensor) != before[name]]:
+        raise ValueError(f"transformers would overwrite {changed[0]}, which was read from its files")
     if left := [name for name, each in model.named_buffers() if name in rest and bool(each.isnan().any())]:
         raise ValueError(
             f"{left[0]} is in no file, and transformers does not compute it when it loads a model"
         )
+
+
+def _changes(tensor: Tensor) -> tuple[int, int]:
+    """Return the numbers of in-place changes of a tensor, and of this rank's part of it."""
+    return tensor._version, (tensor.to_local() if isinstance(tensor, DTensor) else tensor)._version
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -103,8 +103,7 @@ class HeldModel(ChangingModel):
             _check_sequence(self.module, shared, name)
         has_sinks = any(each.endswith(".sinks") for each, _ in self.module.named_parameters())
         ragged = takes_ragged(name, self.module.config, ranks, dtype, has_sinks=has_sinks)
-        probe_packing(name, self.loaded, ranks, use.head, self.sequence, ragged=ragged)
-        self.side_by_side: bool = self.module.side_by_side
+        self.side_by_side = probe_packing(name, self.loaded, ranks, use.head, self.sequence, ragged=ragged)
         self._images, self._no_images = self._images_of(use, options, vision)
         # The first pass of FSDP may move the local shards, so the optimizer gets them after it.
         parameters = self.module.named_parameters()
