@@ -17,6 +17,7 @@ from areal_async.config.objective import TeacherSection
 from areal_async.data.images import decode_image
 from areal_async.models.files import stored_tensors
 from areal_async.weights.names import names_in_files
+from tests import flash_cpu
 from tests.unit.trainer import images_process
 from tests.unit.trainer.conftest import plain_row
 from tests.unit.trainer.forked_ranks import run_script
@@ -31,7 +32,7 @@ from tests.unit.trainer.image_rows import (
 )
 from tests.unit.trainer.images_process import weights
 from tests.vision import write_vision_model
-from trainer_service.backends.fsdp import fsdp
+from trainer_service.backends.fsdp import attention, fsdp
 from trainer_service.backends.fsdp.images import ModelImages
 from trainer_service.backends.fsdp.memory import MemoryOptions, rank_memory, shape_of
 from trainer_service.backends.megatron.config import Dimensions
@@ -149,6 +150,32 @@ def test_rows_side_by_side_have_images(folders):
         {n: t for n, t in each.items() if is_of_language(n)} for each in (gradient, own_gradient)
     )
     require_equal(found, wanted, share=5e-5)  # the state is computed in other pieces
+
+
+def test_images_are_seen_in_one_attention_call_for_all_rows(folder, monkeypatch):
+    monkeypatch.setattr(attention, "why_not_ragged", lambda *_: "")
+    batches, rows = batches_of(folder)
+    with flash_cpu.installed():
+        backend = backend_of(folder)
+        assert backend._models["policy"].module.ragged
+        logp, gradient = trained(backend, batches)
+    want, own_gradient = own(folder, rows)
+    torch.testing.assert_close(logp, want, atol=1e-5, rtol=0)
+    found, wanted = (
+        {n: t for n, t in each.items() if is_of_language(n)} for each in (gradient, own_gradient)
+    )
+    require_equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_are_seen_in_bfloat16(folders, kind):
+    batches, rows = batches_of(folders[kind])
+    logp, gradient = trained(backend_of(folders[kind], vision="trained", dtype=torch.bfloat16), batches)
+    want, own_gradient = own(folders[kind], rows)
+    assert (logp - want).abs().mean() < 0.05
+    for name in own_gradient:
+        cosine = torch.cosine_similarity(gradient[name].float().flatten(), own_gradient[name].flatten(), 0)
+        assert cosine > 0.9, name
 
 
 def test_adapters_are_of_the_language_model_alone(folder):
