@@ -47,6 +47,53 @@ OUTPUT_LAYER = re.compile(r"(^|\.)(lm_head|embed_out)\.(weight|bias)$")
 
 
 @dataclass(frozen=True)
+class LoadPlan:
+    """Options for loading a model."""
+
+    head: ModelHead = "tokens"
+    held: torch.dtype = torch.float32
+    """Dtype of the parameters."""
+    lora: LoraSection | None = None
+    """Adapters in fp32, which are trained alone; None for none."""
+    vision: Vision = "frozen"
+    """Whether the parts of a multimodal model besides its language model are trained."""
+    seed: int = 0
+    """Seed of the adapters' initial values."""
+
+    def plain(self, config: Any) -> Any:
+        """Return the module as its files describe it."""
+        kind = auto_class(config)
+        if self.head == "value":
+            kind, config.num_labels = AutoModelForSequenceClassification, 1
+        try:
+            with torch.device("meta"):
+                model: Any = kind.from_config(config, dtype=self.held, attn_implementation=_attention(config))
+        except KeyError as error:
+            if PACKED_ATTENTION not in error.args:
+                raise
+            raise ValueError(
+                "its attention is of classes of its own, which packed rows cannot use"
+            ) from error
+        model.tie_weights()  # early versions of transformers 5 only tie weights while loading them
+        if self.freezes(config):
+            freeze_other_parts(model)
+        return model
+
+    def freezes(self, config: Any) -> bool:
+        """Return whether parts of the model besides its language model are frozen."""
+        return is_multimodal(config) and self.vision == "frozen"
+
+    def complete(self, model: Any) -> Sequence[str]:
+        """Add adapters and a second head, if requested. Returns the names of the layers with an adapter."""
+        adapted = add_adapters(model, self.lora) if self.lora is not None else ()
+        if self.head == "both":
+            with torch.device("meta"):
+                width = model.config.get_text_config().hidden_size
+                model.score = nn.Linear(width, 1, bias=False, dtype=torch.float32)
+        return adapted
+
+
+@dataclass(frozen=True)
 class LoadedModel:
     """A sharded model, and the layout of its tensors in its files."""
 
@@ -56,7 +103,7 @@ class LoadedModel:
     in the files."""
     tied: Mapping[str, str]
     """Alias -> name in the files."""
-    plan: _Plan
+    plan: LoadPlan
     adapted: Sequence[str] = ()
     """Names of the layers with an adapter. If there are any, only the adapters are trained."""
     frozen: frozenset[str] = frozenset()
@@ -122,27 +169,13 @@ class LoadedModel:
                 yield from storage.pieces(rows.contiguous(), first)
 
 
-def load_sharded(
-    folder: Path,
-    ranks: Ranks,
-    dtype: torch.dtype,
-    *,
-    held: torch.dtype = torch.float32,
-    head: ModelHead = "tokens",
-    lora: LoraSection | None = None,
-    vision: Vision = "frozen",
-    seed: int = 0,
-) -> LoadedModel:
-    """Load the model in `folder` with `head`, sharded over `ranks`. Its parameters have the dtype `held`, and
-    it computes in `dtype`.
-
-    The parts of a multimodal model besides its language model are frozen unless `vision` is `trained`.
-    With `lora` it has adapters in fp32, initialised from `seed`, and its own parameters are frozen. If one
-    rank cannot read it, all ranks raise `ModelError`."""
-    kind = "causal-LM or one-label classifier" if head == "value" else "causal-LM"
+def load_sharded(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: LoadPlan | None = None) -> LoadedModel:
+    """Load the model in `folder`, sharded over `ranks`. It computes in `dtype`. If one rank cannot read it,
+    all ranks raise `ModelError`."""
+    plan = plan or LoadPlan()
+    kind = "causal-LM or one-label classifier" if plan.head == "value" else "causal-LM"
     fix = f" It must be a Hugging Face {kind} directory with config.json and safetensors weights."
-    plan = _Plan(head, held, lora, vision)
-    return loaded_on_all(folder, ranks, lambda: _load(folder, ranks, dtype, plan, seed), fix)
+    return loaded_on_all(folder, ranks, lambda: _load(folder, ranks, dtype, plan), fix)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -164,7 +197,7 @@ def local_rows(tensor: DTensor) -> tuple[int, int, bool]:
     return start, end, first
 
 
-def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: _Plan, seed: int) -> LoadedModel:
+def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: LoadPlan) -> LoadedModel:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     model = plan.plain(config)
     with ExitStack() as stack:
@@ -191,52 +224,10 @@ def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: _Plan, seed: int
             # With this mark, `initialize_weights` does not overwrite the tensor.
             tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]
     for name in _adapters(tensors, storage):
-        _begin(tensors[name], first_value(name, tensors[name].shape, seed))
+        _begin(tensors[name], first_value(name, tensors[name].shape, plan.seed))
     _compute_rest(model, storage)
     model.train()
     return LoadedModel(model, storage, tied, plan, adapted, frozen)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Options for creating a model's module on the meta device."""
-
-    head: ModelHead
-    held: torch.dtype
-    lora: LoraSection | None
-    vision: Vision = "frozen"
-
-    def plain(self, config: Any) -> Any:
-        """Return the module as its files describe it."""
-        kind = auto_class(config)
-        if self.head == "value":
-            kind, config.num_labels = AutoModelForSequenceClassification, 1
-        try:
-            with torch.device("meta"):
-                model: Any = kind.from_config(config, dtype=self.held, attn_implementation=_attention(config))
-        except KeyError as error:
-            if PACKED_ATTENTION not in error.args:
-                raise
-            raise ValueError(
-                "its attention is of classes of its own, which packed rows cannot use"
-            ) from error
-        model.tie_weights()  # early versions of transformers 5 only tie weights while loading them
-        if self.freezes(config):
-            freeze_other_parts(model)
-        return model
-
-    def freezes(self, config: Any) -> bool:
-        """Return whether parts of the model besides its language model are frozen."""
-        return is_multimodal(config) and self.vision == "frozen"
-
-    def complete(self, model: Any) -> Sequence[str]:
-        """Add adapters and a second head, if requested. Returns the names of the layers with an adapter."""
-        adapted = add_adapters(model, self.lora) if self.lora is not None else ()
-        if self.head == "both":
-            with torch.device("meta"):
-                width = model.config.get_text_config().hidden_size
-                model.score = nn.Linear(width, 1, bias=False, dtype=torch.float32)
-        return adapted
 
 
 def _attention(config: Any) -> str | dict[str, str]:

@@ -35,7 +35,7 @@ from trainer_service.backends.fsdp.forward import (
     require_packable,
 )
 from trainer_service.backends.fsdp.images import ModelImages
-from trainer_service.backends.fsdp.loading import Vision, load_sharded, local_part
+from trainer_service.backends.fsdp.loading import LoadPlan, Vision, load_sharded, local_part
 from trainer_service.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from trainer_service.backends.fsdp.recompute import recompute_blocks
 from trainer_service.backends.fsdp.routing import RouteReplay
@@ -63,9 +63,8 @@ class FsdpOptions:
     offload_optimizer: bool = False
     compile: Compile = "off"
     vision: Vision = "frozen"
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    """Bounds of an image's pixels, as in `ImageProcessor`."""
+    pixels: tuple[int | None, int | None] = (None, None)
+    """Minimum and maximum of an image's pixels, as in `ImageProcessor`."""
     lora: LoraSection | None = None
     seed: int = 0
     """Seed of the adapters' initial values."""
@@ -92,8 +91,8 @@ class HeldModel(ChangingModel):
         held = torch.float32 if use.follows or (use.optimizer is not None and lora is None) else dtype
         require_packable(name, use.folder)
         vision = options.vision if name == TRAINED_MODEL else "frozen"
-        how = {"held": held, "head": use.head, "lora": lora, "vision": vision, "seed": options.seed}
-        self.loaded = load_sharded(use.folder, ranks, dtype, **how)
+        plan = LoadPlan(use.head, held, lora, vision, options.seed)
+        self.loaded = load_sharded(use.folder, ranks, dtype, plan)
         self.module = self.loaded.module
         with_exact_rotations(self.module)
         if use.optimizer is None:
@@ -128,7 +127,7 @@ class HeldModel(ChangingModel):
             if use.head == "value":
                 raise NoImages("it has a value layer in place of its output layer")
             ModelImages.require_known(model)
-            reader = reader_of(use.folder, options.min_pixels, options.max_pixels)
+            reader = reader_of(use.folder, *options.pixels)
             images = ModelImages(reader, trained=vision == "trained")
         except NoImages as error:
             reason = str(error)
