@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -183,8 +183,8 @@ def _compare(
     images: ModelImages | None = None,
 ) -> None:
     """Raise `UnfitModel` unless the packed columns of rows equal the model's own forward pass, in fp32."""
-    model, side_by_side = loaded.in_fp32(ranks), loaded.module.side_by_side
-    open_window(model, side_by_side=side_by_side, images=images)
+    model, module = loaded.in_fp32(ranks), cast(Any, loaded.module)
+    open_window(model, side_by_side=module.side_by_side, images=images)
     batch = build_micro_batch(rows, device=ranks.device)
 
     def more_of(row: TrainingRow) -> Mapping[str, Tensor]:

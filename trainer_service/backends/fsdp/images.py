@@ -102,7 +102,7 @@ class ModelImages:
             {**arrays, **{f"own.{name}": each for name, each in more.items()}}, batch.input_ids.device
         )
         features = self._features(model, {name: there[name] for name in inputs}, there["own.at"])
-        arguments = {ACCEPTED: {"image": features}}
+        arguments: dict[str, Any] = {ACCEPTED: {"image": features}}
         if positions is not None:
             arguments["position_ids"] = there["own.positions"]
         with _placed_at(model.base_model, there["own.tokens"]):
