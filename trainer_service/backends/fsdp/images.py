@@ -62,7 +62,8 @@ class ModelImages:
         """Return the micro-batches, in which all ranks run the vision tower equally often. All images are
         read. All ranks call it, and each raises an error if one of them raises `BatchError`."""
         has = torch.tensor([batch.images is not None for batch in batches], dtype=torch.int64)
-        ranks.max(has)
+        if batches:
+            ranks.max(has)
         runs = has.bool().tolist()
 
         def prepare() -> None:
