@@ -6,7 +6,7 @@ digest, so that an image is decoded once for the episodes of a group and the pas
 
 from __future__ import annotations
 
-import io
+import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +30,10 @@ MOST_KEPT_BYTES = 2 << 30
 """Bytes of inputs that are kept for one model folder."""
 MOST_THREADS = 8
 """Threads that decode images."""
+BMP = struct.Struct("<2sI4xIIiiHH24x")
+"""Header of a bitmap with 24 bits per pixel."""
 SPARE_SIDE = 32
-"""Width and height of the image in a pass without images."""
+"""Height of images of noise, and width of the one in a pass without images."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,21 +108,18 @@ class ImageReader:
         while self._size_bytes > MOST_KEPT_BYTES and len(self._kept) > 1:
             self._size_bytes -= _bytes(self._kept.popitem(last=False)[1])
 
-    def made(
-        self, width: int = SPARE_SIDE, height: int = SPARE_SIDE, seed: int = 0
-    ) -> tuple[list[int], RowImage]:
-        """Return the tokens of an image of noise, and the image at their beginning. Raises `NoImages`."""
-        from PIL import Image
-
-        noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-        file, image = io.BytesIO(), Image.fromarray(noise)
-        image.save(file, "PNG")
+    def made(self, width: int = SPARE_SIDE, seed: int = 0) -> tuple[list[int], RowImage]:
+        """Return the tokens of an image of noise, and the image at their beginning. The width must be a
+        multiple of 4. Raises `NoImages`."""
+        height = SPARE_SIDE
+        noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8).tobytes()
+        data = BMP.pack(b"BM", BMP.size + len(noise), BMP.size, 40, width, height, 1, 24) + noise
         try:
-            ids, (span,) = self._processor.expand(self._processor.placeholder, [image])
+            ids, (span,) = self._processor.expand(self._processor.placeholder, [decode_image(data)])
         except Exception as error:  # processors of incomplete folders raise many kinds of errors
             raise NoImages(f"the image processor fails: {type(error).__name__}: {error}") from error
         name = f"noise of {width} x {height}, {seed}"
-        return ids, RowImage(name, file.getvalue(), span.first, span.size)
+        return ids, RowImage(name, data, span.first, span.size)
 
 
 @lru_cache(maxsize=8)
