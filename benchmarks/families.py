@@ -228,16 +228,14 @@ def measured() -> dict[str, dict[str, Any]]:
 
 
 REASONS = (
-    ("layers of kind", "recurrent layers"),
-    ("recurrent state", "a recurrent state"),
     ("attends in chunks", "attention in chunks"),
     ("calls its attention with", "an attention argument that packing does not support"),
-    ("caps the logits", "capped attention logits"),
-    ("attention sinks", "attention sinks"),
     ("classes of its own", "attention that packed rows cannot use"),
     ("managed by another FSDP group", "tied parameters that FSDP2 does not shard"),
-    ("own forward pass", "different log-probs on packed rows"),
-    ("forward pass fails", "a forward pass that fails on packed rows"),
+    ("would overwrite", "a weight that transformers overwrites when it initialises a model"),
+    ("does not compute the buffers", "buffers that transformers does not compute beside sharded parameters"),
+    ("own forward pass", "different log-probs"),
+    ("forward pass fails", "a forward pass that fails"),
 )
 """Words of a refusal → reason on the page."""
 

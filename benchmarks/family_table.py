@@ -2,7 +2,7 @@
 
 A family is a tiny model with random weights, in fp32. The reference is always transformers' own eager forward
 pass, row by row, without a cache. A cell is the largest difference from it, of a log-prob in nats or of a
-parameter's gradient relative to its norm, or the sentence with which the part refuses the model.
+tenth of a parameter's gradient relative to its norm, or the sentence with which the part refuses the model.
 
 | column | measured |
 |---|---|
@@ -15,9 +15,9 @@ parameter's gradient relative to its norm, or the sentence with which the part r
 | megatron | log-probs of packed rows, by the back end `megatron` |
 
 Before the engines, the published weights are loaded by transformers, which must neither lack nor ignore one.
-Each cell of sglang and vllm starts a server, which takes half a minute.
+Cells of sglang and vllm are measured only if `--columns` names them, because each starts a server.
 
-    python benchmarks/family_table.py [--columns packed,local] [NAME …]
+    python benchmarks/family_table.py [--columns packed,local,vllm] [NAME …]
 
 writes `results/family_table.json` and the table of `docs/models.md`."""
 
@@ -80,8 +80,8 @@ T = TypeVar("T")
 RESULTS = Path(__file__).parent / "results" / "family_table.json"
 BOUND = 1e-4
 TRAINED = ("packed", "prefixes", "ranks", "lora", "recompute")
-ENGINES = ("local", "sglang", "vllm")
-COLUMNS = (*TRAINED, *ENGINES, "megatron")
+SERVERS = ("sglang", "vllm")
+COLUMNS = (*TRAINED, "local", "megatron")
 
 NAMES = (
     "bamba",
@@ -152,7 +152,8 @@ def config_of(name: str) -> Any:
         if (tower := getattr(default, part, None)) is not None:
             given = tower.to_dict()
             towers[part] = given | {field: size for field, size in VISION.items() if field in given}
-    marks = {field: 100 + place for place, field in enumerate(sorted(_marks(default)))}
+    first = WIDE["vocab_size"]  # No text contains the marks of images.
+    marks = {field: first + place for place, field in enumerate(sorted(_marks(default)))}
     ties = {"tie_word_embeddings": default.tie_word_embeddings}
     return kind(text_config=made.to_dict(), **towers, **marks, **ties)
 
@@ -263,8 +264,9 @@ def by_backend(backend: Any, rows: Sequence[TrainingRow]) -> Computed:
 
 
 def gap(found: Computed, wanted: Computed) -> float:
-    """Return the largest difference. That of a parameter's gradient is relative to the gradient's norm, or to
-    a thousandth of the largest norm. Parameters without a gradient count as having 0."""
+    """Return the largest difference of a log-prob, or a tenth of the largest difference of a parameter's
+    gradient, relative to its norm or to a thousandth of the largest norm. Parameters without a gradient count
+    as having 0."""
     most = max(float((found.logps[e] - wanted.logps[e]).abs().max()) for e in found.logps)
     norms = {name: float(grad.norm()) for name, grad in wanted.gradients.items()}
     least = max(norms.values()) / 1000
@@ -273,7 +275,7 @@ def gap(found: Computed, wanted: Computed) -> float:
         if mine is None:
             assert not norms[name], f"{name} has no gradient"
             continue
-        most = max(most, float((mine - grad).norm()) / max(norms[name], least))
+        most = max(most, 0.1 * float((mine - grad).norm()) / max(norms[name], least))
     return most
 
 
@@ -500,7 +502,7 @@ def cells(name: str, columns: Sequence[str]) -> dict[str, float | str]:
         for column in (*TRAINED, "megatron"):
             if column in columns:
                 found[column] = tried(getattr(family, column))
-        engines = [column for column in ENGINES if column in columns]
+        engines = [column for column in ("local", *SERVERS) if column in columns]
         if not engines:
             return found
         problem = tried(family.publish)
@@ -516,15 +518,16 @@ RIGHT = "right"
 
 
 def table(found: dict[str, dict[str, float | str]]) -> str:
-    """Return the table of the page, and the sentences of its refusals."""
+    """Return the table of the page, and the sentences of its refusals. It has the columns of all rows."""
     sentences: dict[str, int] = {}
+    columns = [column for column in (*COLUMNS, *SERVERS) if all(column in row for row in found.values())]
     lines = [
-        "| `model_type` | " + " | ".join(TITLES.get(column, column) for column in COLUMNS) + " |",
-        "|---" * (1 + len(COLUMNS)) + "|",
+        "| `model_type` | " + " | ".join(TITLES.get(column, column) for column in columns) + " |",
+        "|---" * (1 + len(columns)) + "|",
     ]
     for name, row in sorted(found.items()):
         shown = []
-        for column in COLUMNS:
+        for column in columns:
             cell = row[column]
             if isinstance(cell, float):
                 shown.append(f"{cell:.0e}".replace("e-0", "e-") if cell > BOUND else RIGHT)

@@ -1,10 +1,13 @@
-"""The class of transformers that a language model's files describe."""
+"""The class of transformers that a language model's files describe, and what classes compute of their own in
+attention and in the output layer."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -63,3 +66,30 @@ def freeze_other_parts(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if name in others:
             parameter.requires_grad_(False)
+
+
+def explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    *,
+    scaling: float | None = None,
+    sinks: Tensor | None = None,
+    cap: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return [..., L, D] for queries [..., L, D], keys and values [..., M, D].
+
+    `seen` is bool and broadcasts to the scores [..., L, M]. A score is q · k · `scaling` (1 / sqrt(D) by
+    default). With `cap` c, a score x becomes c · tanh(x / c) (Gemma 2, arXiv:2408.00118). `sinks` broadcasts
+    to [..., L, 1] and is the score of one more key, which has no value (gpt-oss, arXiv:2508.10925). Memory
+    grows with L · M."""
+    scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return F.dropout(weights if sinks is None else weights[..., :-1], dropout) @ value

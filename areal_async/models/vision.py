@@ -32,7 +32,7 @@ def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-class Span(NamedTuple):
+class ImageSpan(NamedTuple):
     """The placeholder tokens of one image: tokens [first, first + size)."""
 
     first: int
@@ -43,7 +43,7 @@ class ExpandedText(NamedTuple):
     """The tokens of a text, with the placeholder tokens of each image in order."""
 
     ids: list[int]
-    spans: list[Span]
+    spans: list[ImageSpan]
 
 
 class ImageProcessor:
@@ -107,7 +107,7 @@ class ImageProcessor:
         if size.shortest_edge > size.longest_edge:
             raise NoImages(f"min_pixels {size.shortest_edge} is more than max_pixels {size.longest_edge}")
 
-    def _spans(self, ids: Sequence[int], sizes: Sequence[int]) -> list[Span]:
+    def _spans(self, ids: Sequence[int], sizes: Sequence[int]) -> list[ImageSpan]:
         places = [place for place, token in enumerate(ids) if token == self.placeholder_id]
         if len(places) != sum(sizes):
             raise NoImages(
@@ -116,6 +116,6 @@ class ImageProcessor:
             )
         spans, begin = [], 0
         for size in sizes:
-            spans.append(Span(places[begin], places[begin + size - 1] + 1 - places[begin]))
+            spans.append(ImageSpan(places[begin], places[begin + size - 1] + 1 - places[begin]))
             begin += size
         return spans

@@ -34,7 +34,7 @@ NAMES = ("bbox_2d", "bbox", "box")
 _BEGIN = re.compile(r"[\[{]")
 
 
-class Box(NamedTuple):
+class ImageBox(NamedTuple):
     """A box with its label, which is empty if it has none."""
 
     x1: float
@@ -88,7 +88,7 @@ def mean_average_precision(given: RewardInput, arguments: MapArguments) -> Score
     return Score(sum(each) / len(each), {"boxes": float(len(found or ()))})
 
 
-def overlap(one: Box, other: Box) -> float:
+def overlap(one: ImageBox, other: ImageBox) -> float:
     """Return the intersection over union of two boxes."""
     width = min(one.x2, other.x2) - max(one.x1, other.x1)
     height = min(one.y2, other.y2) - max(one.y1, other.y1)
@@ -99,7 +99,7 @@ def overlap(one: Box, other: Box) -> float:
     return both / (sum(areas) - both)
 
 
-def boxes_of(text: str) -> list[Box] | None:
+def boxes_of(text: str) -> list[ImageBox] | None:
     """Return the boxes of the last JSON value of an answer that consists of boxes, or None."""
     tagged = answer_of(text[-LONGEST:], "tag")
     values = _values(text[-LONGEST:] if tagged is None else tagged)
@@ -121,7 +121,7 @@ def _values(text: str) -> Iterator[Any]:
             yield value
 
 
-def _boxes(value: Any) -> list[Box] | None:
+def _boxes(value: Any) -> list[ImageBox] | None:
     """Return the boxes of a JSON value, or None if it is something else."""
     if (single := _box(value)) is not None:
         return [single]
@@ -129,7 +129,7 @@ def _boxes(value: Any) -> list[Box] | None:
     return None if None in several else [box for box in several if box is not None]
 
 
-def _box(value: Any) -> Box | None:
+def _box(value: Any) -> ImageBox | None:
     label = ""
     if isinstance(value, dict):
         label = str(value.get("label", ""))
@@ -139,10 +139,10 @@ def _box(value: Any) -> Box | None:
     if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in value):
         return None
     x1, y1, x2, y2 = (min(max(each, -1e9), 1e9) for each in value)
-    return Box(x1, y1, x2, y2, label) if math.isfinite(x1 + y1 + x2 + y2) else None
+    return ImageBox(x1, y1, x2, y2, label) if math.isfinite(x1 + y1 + x2 + y2) else None
 
 
-def _truth(truth: object) -> list[Box]:
+def _truth(truth: object) -> list[ImageBox]:
     value = truth
     if isinstance(truth, str):
         value = next(iter(_values(truth)), None)
@@ -152,14 +152,14 @@ def _truth(truth: object) -> list[Box]:
     return boxes
 
 
-def _by_label(boxes: Sequence[Box]) -> dict[str, list[Box]]:
-    found: dict[str, list[Box]] = defaultdict(list)
+def _by_label(boxes: Sequence[ImageBox]) -> dict[str, list[ImageBox]]:
+    found: dict[str, list[ImageBox]] = defaultdict(list)
     for box in boxes:
         found[box.label].append(box)
     return found
 
 
-def _average_precision(said: Sequence[Box], true: Sequence[Box], threshold: float) -> float:
+def _average_precision(said: Sequence[ImageBox], true: Sequence[ImageBox], threshold: float) -> float:
     free, right = list(true), []
     for box in said:
         best = max(free, key=lambda each: overlap(box, each), default=None)

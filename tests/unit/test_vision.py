@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from areal_async.models.vision import ImageProcessor, NoImages, Span
+from areal_async.models.vision import ImageProcessor, ImageSpan, NoImages
 from tests.unit.families import FAMILIES
 from tests.vision import picture, write_vision_model
 
@@ -19,7 +19,7 @@ def test_each_placeholder_becomes_the_tokens_of_its_image(kind, tmp_path):
     processor = ImageProcessor(write_vision_model(tmp_path, kind))
     images = [picture(16, 24), picture(40, 16)]
     ids, spans = processor.expand(f"{IMAGE}1+{IMAGE}2=", images)
-    assert spans == [Span(1, 6), Span(11, 10)]
+    assert spans == [ImageSpan(1, 6), ImageSpan(11, 10)]
     assert [processor.tokens_of(*image.size) for image in images] == [6, 10]
     assert [ids.count(processor.placeholder_id), len(ids)] == [16, 24]
     model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)

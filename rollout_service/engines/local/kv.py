@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from areal_async.models.attention import explicit_attention
+from areal_async.models.classes import explicit_attention
 from areal_async.models.files import unknown_arguments
 from rollout_service.engines.base import EngineError
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reward_service.sdk import RewardInput, Score
-from reward_service.verifiers.boxes import Box, boxes_of, iou, mean_average_precision, overlap
+from reward_service.verifiers.boxes import ImageBox, boxes_of, iou, mean_average_precision, overlap
 
 SQUARE = [0, 0, 10, 10]
 
@@ -31,7 +31,7 @@ def score_of(reward, response, truth, **arguments) -> float:
     ],
 )
 def test_the_overlap_of_two_boxes(box, wanted):
-    assert overlap(Box(*box), Box(*SQUARE)) == pytest.approx(wanted)
+    assert overlap(ImageBox(*box), ImageBox(*SQUARE)) == pytest.approx(wanted)
     assert score_of(iou, json.dumps(box), SQUARE) == pytest.approx(wanted)
 
 
@@ -88,10 +88,10 @@ def reference(said, true, threshold=0.5):
     precision at each of 101 recalls or beyond."""
     values = []
     for label in {each["label"] for each in true}:
-        boxes = [Box(*each["bbox_2d"]) for each in true if each["label"] == label]
+        boxes = [ImageBox(*each["bbox_2d"]) for each in true if each["label"] == label]
         taken, hits, points = set(), 0, []
         for count, each in enumerate([s for s in said if s["label"] == label], 1):
-            box = Box(*each["bbox_2d"])
+            box = ImageBox(*each["bbox_2d"])
             gaps = [(overlap(box, true), -n) for n, true in enumerate(boxes) if n not in taken]
             best = max(gaps, default=(0.0, 0))
             if best[0] >= threshold:

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface
 
 from areal_async.base.log import get_logger
-from areal_async.models.attention import explicit_attention
+from areal_async.models.classes import explicit_attention
 from trainer_service.backends.fsdp.exchange import Attend
 from trainer_service.backends.fsdp.sequence import SequencePart
 from trainer_service.backends.probe import WINDOW, probe_rows, refuse_unknown

@@ -133,7 +133,7 @@ def probe_packing(
         open_window(loaded.module, ragged=ragged, side_by_side=side_by_side)
         _compare(loaded, ranks, probe_rows(config), PROBED[head], shared)
 
-    reason = carries_state(config.get_text_config().to_dict())
+    reason, first = carries_state(config.get_text_config().to_dict()), None
     if not reason:
         try:
             probed(name, config, ranks, partial(probe, False))
@@ -141,8 +141,11 @@ def probe_packing(
         except UnfitModel as error:
             if shared is not None:
                 raise
-            reason = f"cannot be packed: {error}"
-    probed(name, config, ranks, partial(probe, True))
+            reason, first = f"cannot be packed: {error}", error
+    try:
+        probed(name, config, ranks, partial(probe, True))
+    except UnfitModel as error:
+        raise first or error from None
     log.warning("rows are computed side by side, without shared prefixes", model=name, reason=f"it {reason}")
     return True
 
