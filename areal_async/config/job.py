@@ -380,8 +380,8 @@ class TrainerSection(Section):
     backend: str = Field(default="fsdp", min_length=1)
     """`fsdp` (torch FSDP2), `megatron` (Megatron-Core), an installed back end, or `path.py:name`."""
     backend_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the back end: `recompute`, `offload_optimizer`, `compile` (`fsdp`), `virtual_stages`
-    (`megatron`)."""
+    """Arguments of the back end: `recompute`, `offload_optimizer`, `compile`, `vision` (`fsdp`),
+    `virtual_stages` (`megatron`)."""
     ranks: int = Field(default=1, ge=1, le=65_536)
     """Training processes, on `cuda` one per GPU. They restart together."""
     parallel: ParallelSection = ParallelSection()

@@ -27,6 +27,17 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 
 
+def is_multimodal(config: Any) -> bool:
+    """Return whether the language model is one of several parts of a model with this config."""
+    return config.get_text_config() is not config
+
+
+def language_part(model: Any) -> Any:
+    """Return the language model of a multimodal model, without its output layer. Other models are returned
+    themselves."""
+    return model.get_decoder() if is_multimodal(model.config) else model
+
+
 def logits_scaling(config: Any) -> tuple[float, float | None]:
     """Return the scale s and the cap c that a language model applies to the output x of its output layer.
     Logits are c · tanh(s · x / c), or s · x without a cap."""

@@ -28,6 +28,10 @@ class NoImages(ArealError):
     """The model does not read images, or its processor cannot be used."""
 
 
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 class ImageSpan(NamedTuple):
     """The placeholder tokens of one image: tokens [first, first + size)."""
 
@@ -51,7 +55,10 @@ class ImageProcessor:
     def __init__(self, folder: Path, *, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
         kind = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
         found = processor_class_from_name(PROCESSOR_MAPPING_NAMES.get(kind) or "")
-        parts = () if found is None else found.get_attributes()
+        try:
+            parts = () if found is None else found.get_attributes()
+        except ImportError as error:  # transformers has no processor of this kind without torchvision
+            raise NoImages(f"the image processor in {folder} cannot be used: {_first_line(error)}") from error
         if found is None or "image_processor" not in parts:
             raise NoImages(f"{folder} has a model of type {kind}, which reads no images")
         own = [part for part in parts if part in ("image_processor", "tokenizer")]

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from areal_async.config.job import LoraSection
-from areal_async.models.classes import auto_class, freeze_other_parts
+from areal_async.models.classes import auto_class, freeze_other_parts, is_multimodal, names_of_other_parts
 from areal_async.weights.names import NamesMismatch, Storage, storage_of, tied_in_files
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import ModelHead
@@ -39,10 +39,58 @@ from trainer_service.backends.fsdp.shards import row_range
 from trainer_service.backends.probe import with_short_windows
 from trainer_service.ranks import Ranks
 
+Vision = Literal["frozen", "trained"]
 VALUE_LAYER = "score.weight"
 """[1, H]: name of the value layer in modules and files of sequence classifiers."""
 OUTPUT_LAYER = re.compile(r"(^|\.)(lm_head|embed_out)\.(weight|bias)$")
 """Names of output layers in the files of causal language models."""
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Options for loading a model."""
+
+    head: ModelHead = "tokens"
+    held: torch.dtype = torch.float32
+    """Dtype of the parameters."""
+    lora: LoraSection | None = None
+    """Adapters in fp32, which are trained alone; None for none."""
+    vision: Vision = "frozen"
+    """Whether the parts of a multimodal model besides its language model are trained."""
+    seed: int = 0
+    """Seed of the adapters' initial values."""
+
+    def plain(self, config: Any) -> Any:
+        """Return the module as its files describe it."""
+        kind = auto_class(config)
+        if self.head == "value":
+            kind, config.num_labels = AutoModelForSequenceClassification, 1
+        try:
+            with torch.device("meta"):
+                model: Any = kind.from_config(config, dtype=self.held, attn_implementation=_attention(config))
+        except KeyError as error:
+            if PACKED_ATTENTION not in error.args:
+                raise
+            raise ValueError(
+                "its attention is of classes of its own, which packed rows cannot use"
+            ) from error
+        model.tie_weights()  # early versions of transformers 5 only tie weights while loading them
+        if self.freezes(config):
+            freeze_other_parts(model)
+        return model
+
+    def freezes(self, config: Any) -> bool:
+        """Return whether parts of the model besides its language model are frozen."""
+        return is_multimodal(config) and self.vision == "frozen"
+
+    def complete(self, model: Any) -> Sequence[str]:
+        """Add adapters and a second head, if requested. Returns the names of the layers with an adapter."""
+        adapted = add_adapters(model, self.lora) if self.lora is not None else ()
+        if self.head == "both":
+            with torch.device("meta"):
+                width = model.config.get_text_config().hidden_size
+                model.score = nn.Linear(width, 1, bias=False, dtype=torch.float32)
+        return adapted
 
 
 @dataclass(frozen=True)
@@ -55,9 +103,11 @@ class LoadedModel:
     in the files."""
     tied: Mapping[str, str]
     """Alias -> name in the files."""
-    plan: _Plan
+    plan: LoadPlan
     adapted: Sequence[str] = ()
     """Names of the layers with an adapter. If there are any, only the adapters are trained."""
+    frozen: frozenset[str] = frozenset()
+    """Names of the tensors of a frozen vision tower, and of other parts besides the language model."""
 
     def in_fp32(self, ranks: Ranks) -> Any:
         """Return a second module with the same weights that computes in fp32.
@@ -90,14 +140,19 @@ class LoadedModel:
         _compute_rest(model, self.storage)
         return model.eval()
 
-    def pieces(self, ranks: Ranks, dtype: torch.dtype, *, gather: bool) -> Iterator[TensorPiece]:
+    def pieces(
+        self, ranks: Ranks, dtype: torch.dtype, *, gather: bool, whole: bool = True
+    ) -> Iterator[TensorPiece]:
         """Yield this rank's pieces of the files' tensors, with parameters in `dtype`.
 
         The pieces are the rank's own rows, or with `gather` everything on rank 0, one parameter at a time.
-        All ranks must iterate to the end together."""
+        Without `whole`, a frozen vision tower is left out. All ranks must iterate to the end together."""
         tensors = _tensors(self.module)
+        left_out = self.frozen if not whole else frozenset()
         chosen = _adapters(tensors, self.storage) if self.adapted else self.storage
         for name, storage in chosen.items():
+            if name in left_out:
+                continue
             rows, first, gives = tensors[name], 0, ranks.first
             if isinstance(rows, DTensor):
                 if ranks.world == 1:
@@ -114,25 +169,13 @@ class LoadedModel:
                 yield from storage.pieces(rows.contiguous(), first)
 
 
-def load_sharded(
-    folder: Path,
-    ranks: Ranks,
-    dtype: torch.dtype,
-    *,
-    held: torch.dtype = torch.float32,
-    head: ModelHead = "tokens",
-    lora: LoraSection | None = None,
-    seed: int = 0,
-) -> LoadedModel:
-    """Load the model in `folder` with `head`, sharded over `ranks`. Its parameters have the dtype `held`, and
-    it computes in `dtype`.
-
-    With `lora` it has adapters in fp32, initialised from `seed`, and its own parameters are frozen. If one
-    rank cannot read it, all ranks raise `ModelError`."""
-    kind = "causal-LM or one-label classifier" if head == "value" else "causal-LM"
+def load_sharded(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: LoadPlan | None = None) -> LoadedModel:
+    """Load the model in `folder`, sharded over `ranks`. It computes in `dtype`. If one rank cannot read it,
+    all ranks raise `ModelError`."""
+    plan = plan or LoadPlan()
+    kind = "causal-LM or one-label classifier" if plan.head == "value" else "causal-LM"
     fix = f" It must be a Hugging Face {kind} directory with config.json and safetensors weights."
-    plan = _Plan(head, held, lora)
-    return loaded_on_all(folder, ranks, lambda: _load(folder, ranks, dtype, plan, seed), fix)
+    return loaded_on_all(folder, ranks, lambda: _load(folder, ranks, dtype, plan), fix)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -154,7 +197,7 @@ def local_rows(tensor: DTensor) -> tuple[int, int, bool]:
     return start, end, first
 
 
-def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: _Plan, seed: int) -> LoadedModel:
+def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: LoadPlan) -> LoadedModel:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     model = plan.plain(config)
     with ExitStack() as stack:
@@ -164,6 +207,7 @@ def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: _Plan, seed: int
             shapes = _with_value_layer(model, shapes)
         storage = storage_of(model, shapes)
         tied = tied_in_files(model, storage)
+        frozen = frozenset(names_of_other_parts(model) if plan.freezes(config) else ())
         adapted = plan.complete(model)
         if plan.lora is not None:
             tied = {}
@@ -180,47 +224,19 @@ def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: _Plan, seed: int
             # With this mark, `initialize_weights` does not overwrite the tensor.
             tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]
     for name in _adapters(tensors, storage):
-        _begin(tensors[name], first_value(name, tensors[name].shape, seed))
+        _begin(tensors[name], first_value(name, tensors[name].shape, plan.seed))
     _compute_rest(model, storage)
     model.train()
-    return LoadedModel(model, storage, tied, plan, adapted)
+    return LoadedModel(model, storage, tied, plan, adapted, frozen)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Options for creating a model's module on the meta device."""
-
-    head: ModelHead
-    held: torch.dtype
-    lora: LoraSection | None
-
-    def plain(self, config: Any) -> Any:
-        """Return the module as its files describe it."""
-        kind = auto_class(config)
-        if self.head == "value":
-            kind, config.num_labels = AutoModelForSequenceClassification, 1
-        try:
-            with torch.device("meta"):
-                model: Any = kind.from_config(config, dtype=self.held, attn_implementation=PACKED_ATTENTION)
-        except KeyError as error:
-            if PACKED_ATTENTION not in error.args:
-                raise
-            raise ValueError(
-                "its attention is of classes of its own, which packed rows cannot use"
-            ) from error
-        model.tie_weights()  # early versions of transformers 5 only tie weights while loading them
-        if config.get_text_config() is not config:
-            freeze_other_parts(model)
-        return model
-
-    def complete(self, model: Any) -> Sequence[str]:
-        """Add adapters and a second head, if requested. Returns the names of the layers with an adapter."""
-        adapted = add_adapters(model, self.lora) if self.lora is not None else ()
-        if self.head == "both":
-            with torch.device("meta"):
-                width = model.config.get_text_config().hidden_size
-                model.score = nn.Linear(width, 1, bias=False, dtype=torch.float32)
-        return adapted
+def _attention(config: Any) -> str | dict[str, str]:
+    """Return packed attention for the language model of a config. Other parts keep transformers' choice."""
+    text = config.get_text_config()
+    if text is config:
+        return PACKED_ATTENTION
+    inner = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    return dict.fromkeys(["", *inner], PACKED_ATTENTION)
 
 
 def _with_value_layer(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
