@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal_async.config.job import JobConfig
 from areal_async.models.prompts import prompt_ids
 from areal_async.weights.adapter import PREFIX, BaseWeights
-from trainer_service.backends.fsdp.lora import published_name
+from trainer_service.backends.fsdp.lora import ADAPTER
 
 
 def rows_of(tasks: str | Path) -> list[dict[str, Any]]:
@@ -65,7 +65,10 @@ def whole(job: JobConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]
     lora = job.trainer.lora
     if not any(".lora_A." in name for name in tensors):
         return tensors
-    adapter = {published_name(name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}
+    adapter = {
+        PREFIX + name.removeprefix(PREFIX).replace(f".{ADAPTER}.weight", ".weight"): tensor
+        for name, tensor in tensors.items()
+    }
     base = BaseWeights(Path(job.model), torch.float32)
     try:
         return dict(base.merged(adapter, lora.alpha / lora.rank))

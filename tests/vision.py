@@ -11,6 +11,7 @@ from PIL import Image
 from transformers import (
     AutoModelForImageTextToText,
     Qwen2_5_VLConfig,
+    Qwen3_5Config,
     Qwen3VLConfig,
 )
 
@@ -20,7 +21,8 @@ MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHAT = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "{% endfor %}"
 )
 TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 512}
 TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.25}
@@ -29,7 +31,8 @@ VISION |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "
 
 
 def config_of(kind: str, tokenizer: Any) -> Any:
-    """Return the config of a tiny `qwen2_5_vl` or `qwen3_vl`. An image of 8 x 8 pixels is one token."""
+    """Return the config of a tiny `qwen2_5_vl`, `qwen3_vl`, or `qwen3_5`, one of whose two layers carries a
+    state from token to token. An image of 8 x 8 pixels is one token."""
     ids = dict(zip(("vision_start", "vision_end", "image", "video"), MARKS, strict=True))
     known = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in ids.items()}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -40,8 +43,14 @@ def config_of(kind: str, tokenizer: Any) -> Any:
         return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **known)
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     vision = VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-    return Qwen3VLConfig(
-        text_config=text | {"head_dim": 8, "rope_parameters": rope},
+    own: dict[str, Any] = {"head_dim": 8, "rope_parameters": rope}
+    if kind == "qwen3_5":
+        own |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
+        own |= {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+        own |= {"layer_types": ["linear_attention", "full_attention"]}
+        own["rope_parameters"] = rope | {"partial_rotary_factor": 1.0}
+    return (Qwen3_5Config if kind == "qwen3_5" else Qwen3VLConfig)(
+        text_config=text | own,
         vision_config=vision,
         tie_word_embeddings=True,
         **known,

@@ -57,6 +57,11 @@ class TeacherServers:
                 f"the teacher's servers score at temperature 1, and a call of the workflow sampled at "
                 f"{found:g}. Let it sample at 1, or name the teacher's folder in trainer.teacher.model."
             )
+        if any(row.images for row in rows):
+            raise TeacherError(
+                "the teacher's servers are asked by token ids, and rows have images: name the teacher's "
+                "folder in trainer.teacher.model."
+            )
         parts = asyncio.run(self._all(rows))
         return np.concatenate([*parts, np.zeros(0, np.float32)])
 

@@ -36,6 +36,7 @@ from areal_async.models.files import (
     most_positions,
     no_folder,
     stored_tensors,
+    text_part,
     weight_files,
 )
 
@@ -171,14 +172,18 @@ def _has_chat_template(model: Path) -> bool:
 
 def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mistake]:
     architectures, length = config.get("architectures") or [], job.rollout.max_model_len
-    wanted = ("ForCausalLM", *(("ForSequenceClassification",) if job.kind == "reward_model" else ()))
-    if architectures and not any(str(name).endswith(wanted) for name in architectures):
+    wanted = ["ForCausalLM"]
+    if job.kind == "reward_model":
+        wanted.append("ForSequenceClassification")
+    if text_part(config) is not config:  # a language model with, for example, a vision tower
+        wanted.append("ForConditionalGeneration")
+    if architectures and not any(str(name).endswith((*wanted,)) for name in architectures):
         problem = f"{', '.join(map(str, architectures))} is not a causal language model"
         yield Mistake("model", problem, "Give a model of a ...ForCausalLM class")
     if job.kind == "rl":
         if job.rollout.routes == "replay":
             yield from _check_mixture(job.model)
-        positions, longest = config.get("max_position_embeddings"), most_positions(config)
+        positions, longest = text_part(config).get("max_position_embeddings"), most_positions(config)
         if isinstance(positions, int) and length > positions:
             problem = f"{length} is more than the {positions} positions of the model"
             yield Mistake("rollout.max_model_len", problem, f"Set it to {positions} or less")
@@ -200,7 +205,7 @@ def _check_heads(job: JobConfig, model: Path, config: Any) -> Iterator[Mistake]:
     """Check that the ranks that split each row (`trainer.parallel.sequence`) can share the model's attention
     heads equally."""
     sequence = RankGrid.of(job.trainer).sequence
-    heads = get(get(config, "text_config") or config, "num_attention_heads")
+    heads = text_part(config).get("num_attention_heads") if isinstance(config, dict) else None
     if sequence > 1 and isinstance(heads, int) and heads % sequence:
         problem = f"{sequence} ranks cannot share the {heads} attention heads of {model}"
         yield Mistake("trainer.parallel.sequence", problem, f"Set a divisor of {heads}")
@@ -248,12 +253,13 @@ def _stored_shapes(model: Path) -> dict[str, tuple[int, ...]]:
 
 def _linear_layers(model: Path, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
     """Return the last part of the name of each linear layer except the output layer. The result is empty for
-    a mixture of experts and for files that cannot be read."""
+    a mixture of experts, for a model with other parts than its language model, and for files that cannot be
+    read."""
     found: set[str] = set()
     config = json_in(model / "config.json")
-    if is_mixture(model) or not isinstance(config, dict):
+    if is_mixture(model) or not isinstance(config, dict) or text_part(config) is not config:
         return found
-    vocabulary = get(config, "text_config.vocab_size" if config.get("text_config") else "vocab_size")
+    vocabulary = get(config, "vocab_size")
     for name, shape in shapes.items():
         *above, last, kind = ["", *name.split(".")]
         # Embeddings and output layer are as wide as the vocabulary, and are not in a numbered block.

@@ -24,6 +24,17 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 
 
+def is_multimodal(config: Any) -> bool:
+    """Return whether the language model is one of several parts of a model with this config."""
+    return config.get_text_config() is not config
+
+
+def language_part(model: Any) -> Any:
+    """Return the language model of a multimodal model, without its output layer. Other models are returned
+    themselves."""
+    return model.get_decoder() if is_multimodal(model.config) else model
+
+
 def logits_scaling(config: Any) -> tuple[float, float | None]:
     """Return the scale s and the cap c that a language model applies to the output x of its output layer.
     Logits are c · tanh(s · x / c), or s · x without a cap."""
@@ -36,11 +47,19 @@ def logits_scaling(config: Any) -> tuple[float, float | None]:
     return scale, next((found for name in caps if (found := getattr(text, name, None))), None)
 
 
+def names_of_other_parts(model: Any) -> set[str]:
+    """Return the names of the tensors of a model outside its language model and its output layer, such as
+    those of a vision tower."""
+    parts: list[nn.Module] = [model.get_decoder(), model.get_output_embeddings()]
+    held = [part.state_dict(keep_vars=True).values() for part in parts if part is not None]
+    inside = {id(tensor) for tensors in held for tensor in tensors}
+    return {name for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) not in inside}
+
+
 def freeze_other_parts(model: Any) -> None:
     """Freeze all parameters of a model outside its language model and its output layer, such as a vision
     tower."""
-    parts: list[nn.Module] = [model.get_decoder(), model.get_output_embeddings()]
-    trained = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in trained:
+    others = names_of_other_parts(model)
+    for name, parameter in model.named_parameters():
+        if name in others:
             parameter.requires_grad_(False)

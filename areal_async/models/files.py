@@ -79,8 +79,7 @@ def _of_config(folder: Path, names: tuple[str, ...]) -> int:
     """Return the first number that config.json has under one of the given names. Return 0 if there is none or
     the file cannot be read."""
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-        config = config.get("text_config") or config
+        config = text_part(json.loads((folder / "config.json").read_bytes()))
         return next((int(config[name]) for name in names if (config.get(name) or 0) > 0), 0)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return 0
@@ -89,7 +88,7 @@ def _of_config(folder: Path, names: tuple[str, ...]) -> int:
 def cannot_be_packed(config: Mapping[str, Any]) -> str:
     """Return the reason why the trainer refuses a model with this config.json, or "" if there is none. This
     check finds common reasons without torch; the trainer's probe of the model decides."""
-    text = _text(config)
+    text = text_part(config)
     if chunk := text.get("attention_chunk_size"):
         return f"attends in chunks (attention_chunk_size: {chunk}), which packed attention does not compute"
     return ""
@@ -98,7 +97,7 @@ def cannot_be_packed(config: Mapping[str, Any]) -> str:
 def carries_state(config: Mapping[str, Any]) -> str:
     """Return why the trainer must not pack the rows of a model with this config.json one after the other, or
     "" if there is no such reason."""
-    if states := sorted(kind for kind in _layer_kinds(_text(config)) if _STATE_LAYER.search(kind)):
+    if states := sorted(kind for kind in _layer_kinds(text_part(config)) if _STATE_LAYER.search(kind)):
         return f"has layers of kind {', '.join(states)}, whose state goes on from token to token"
     return ""
 
@@ -131,7 +130,7 @@ def looks_beyond_tokens(config: Mapping[str, Any]) -> str:
     """Return the reason why several ranks cannot split a row of a model with this config.json, or "" if they
     can. There are two reasons: a layer other than attention depends on several tokens, or rotary positions
     depend on the longest row of a pass."""
-    text = _text(config)
+    text = text_part(config)
     kinds = _layer_kinds(text)
     if mixing := sorted(kind for kind in kinds if "attention" not in kind or kind == "linear_attention"):
         return f"has layers of kind {', '.join(mixing)}, which look at several tokens"
@@ -143,7 +142,7 @@ def looks_beyond_tokens(config: Mapping[str, Any]) -> str:
 def most_positions(config: Mapping[str, Any]) -> int | None:
     """Return the number of tokens up to which the rotary positions of a row do not depend on the other rows
     of a pass. Return None if there is no such limit."""
-    text = _text(config)
+    text = text_part(config)
     kinds = _rotary_kinds(text)
     found = [each.get("original_max_position_embeddings") for each in _ropes(text)]
     if "longrope" in kinds:
@@ -152,7 +151,7 @@ def most_positions(config: Mapping[str, Any]) -> int | None:
     return min(limits) if kinds & BY_LENGTH and limits else None
 
 
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a config.json that describes the language model."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,11 +28,15 @@ class NoImages(ArealError):
     """The model does not read images, or its processor cannot be used."""
 
 
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 class Span(NamedTuple):
-    """The placeholder tokens of one image: tokens [first, first + count)."""
+    """The placeholder tokens of one image: tokens [first, first + size)."""
 
     first: int
-    count: int
+    size: int
 
 
 class ExpandedText(NamedTuple):
@@ -51,11 +55,14 @@ class ImageProcessor:
     def __init__(self, folder: Path, *, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
         kind = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
         found = processor_class_from_name(PROCESSOR_MAPPING_NAMES.get(kind) or "")
-        parts = () if found is None else found.get_attributes()
+        try:
+            parts = () if found is None else found.get_attributes()
+        except ImportError as error:  # transformers has no processor of this kind without torchvision
+            raise NoImages(f"the image processor in {folder} cannot be used: {_first_line(error)}") from error
         if found is None or "image_processor" not in parts:
             raise NoImages(f"{folder} has a model of type {kind}, which reads no images")
         own = [part for part in parts if part in ("image_processor", "tokenizer")]
-        alone = type(found.__name__, (found,), {"get_attributes": classmethod(lambda cls: own)})
+        alone: Any = type(found.__name__, (found,), {"get_attributes": classmethod(lambda cls: own)})
         try:
             self._processor = alone.from_pretrained(folder, local_files_only=True, backend="pil")
         except Exception as error:  # transformers raises many kinds of errors for incomplete folders

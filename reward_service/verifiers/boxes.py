@@ -1,10 +1,10 @@
 """Verifiers of boxes in an image: `iou` for one box, and `map` for several boxes with labels.
 
-A box is [x1, y1, x2, y2], in the units of the ground truth. It overlaps with nothing unless x1 < x2 and y1 < y2.
-A response gives its boxes
-as JSON: one list of four numbers, an object with `bbox_2d`, `bbox` or `box` and perhaps a `label`, or a list of
-them. These are the forms of Qwen-VL and of VLM-R1 (Shen et al., 2025, arXiv:2504.07615). The last such value
-of the answer counts. If the answer has a tag `<answer>`, only its text is searched.
+A box is [x1, y1, x2, y2], in the units of the ground truth. It overlaps with nothing unless x1 < x2 and
+y1 < y2. A response gives its boxes as JSON: one list of four numbers, an object with `bbox_2d`, `bbox` or
+`box` and perhaps a `label`, or a list of them. These are the forms of Qwen-VL and of VLM-R1 (Shen et al.,
+2025, arXiv:2504.07615). The last such value of the answer counts. If the answer has a tag `<answer>`, only
+its text is searched.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class MapArguments(Section):
 def mean_average_precision(given: RewardInput, arguments: MapArguments) -> Score:
     """Return the mean over the labels of the ground truth of the average precision of the answer's boxes.
 
-    The average precision is that of COCO: each box, in the order of the answer, takes the free true box of its
-    label with the largest IoU, and the precision is interpolated at 101 recalls. Boxes with other labels do
-    not count, as in VLM-R1. If the ground truth is an empty list, an answer with an empty list is right.
+    The average precision is that of COCO: each box, in the order of the answer, takes the free true box of
+    its label with the largest IoU, and the precision is interpolated at 101 recalls. Boxes with other labels
+    do not count, as in VLM-R1. If the ground truth is an empty list, an answer with an empty list is right.
     Raises `ValueError` for a ground truth that is not a list of boxes.
     """
     wanted, found = _truth(given.ground_truth), boxes_of(given.spoken)

@@ -14,7 +14,7 @@ import numpy as np
 from areal_async.cli.gpu_check import DecodePart
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
-from areal_async.models.files import stored_tensors
+from areal_async.models.files import stored_tensors, text_part
 from areal_async.trajectory import Sampling
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import GenerateRequest
@@ -27,9 +27,9 @@ ROUNDS = 3
 def bytes_per_step(model: Path, in_flight: int, context: float) -> float:
     """Return the bytes that a decoding step reads: all weights once, and keys and values of every context, in
     bf16. An embedding that is not also the output layer is left out, because a step reads few of its rows."""
-    config = json.loads((model / "config.json").read_bytes())
+    whole = json.loads((model / "config.json").read_bytes())
+    config, tied = text_part(whole), whole.get("tie_word_embeddings", False)
     tensors = stored_tensors(model)
-    tied = config.get("tie_word_embeddings", False)
     sizes = {name: int(np.prod(stored.shape)) for name, stored in tensors.items()}
     weights = sum(size for name, size in sizes.items() if tied or "embed_tokens" not in name)
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
@@ -40,7 +40,7 @@ def bytes_per_step(model: Path, in_flight: int, context: float) -> float:
 
 async def rate_of(job: JobConfig, in_flight: int, new_tokens: int) -> list[float]:
     """Return the sampled tokens per second of each round of `in_flight` answers, after a short first one."""
-    vocabulary = json.loads((job.model / "config.json").read_bytes())["vocab_size"]
+    vocabulary = text_part(json.loads((job.model / "config.json").read_bytes()))["vocab_size"]
     rng = np.random.default_rng(0)
     engine = make_engine(job, slots=in_flight, activity="gpu check")
 

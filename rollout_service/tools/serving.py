@@ -27,7 +27,7 @@ from areal_async.launch.folders import claim_folders
 from areal_async.launch.one_host import topology_here
 from areal_async.launch.plan import services_of
 from areal_async.launch.run_handle import Run
-from areal_async.models.files import no_folder
+from areal_async.models.files import no_folder, text_part
 from areal_async.service.context import ServiceContext
 from areal_async.show.progress import progress
 from areal_async.storage.urls import is_url
@@ -160,7 +160,7 @@ def lone_evaluator(
 
 def _untrained(model: Path, most: int) -> dict[str, Any]:
     """Return a job for a model without a run, with answers of at most `most` tokens."""
-    positions = json.loads((model / "config.json").read_bytes()).get("max_position_embeddings")
+    positions = text_part(json.loads((model / "config.json").read_bytes())).get("max_position_embeddings")
     content: dict[str, Any] = {"reward": {"name": "exact_match"}, "rollout": {"workers": 1}}
     if isinstance(positions, int):
         length = min(positions, MOST_TOKENS)

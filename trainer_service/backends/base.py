@@ -189,8 +189,9 @@ class TrainingBackend(Protocol):
         """Set the weights of `model` to (1 - share) · their value + `share` · the weights of `source`. Raises
         `ModelError` if the models have different shapes."""
 
-    def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
+    def export(self, model: str, *, gather: bool = False, whole: bool = True) -> Iterator[TensorPiece]:
         """Yield the weights under the names in the model's files, in the job's dtype, without aliases.
+        Without `whole`, a vision tower that is not trained is left out: receivers have it from the files.
 
         Each rank yields its own boxes (rectangular parts of tensors); together the ranks cover each tensor
         once. With `gather`, rank 0 yields all boxes. With `both` heads the value layer is not included. All

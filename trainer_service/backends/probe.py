@@ -41,7 +41,8 @@ LENGTHS, SHARED = (11, 9, 9, 9), 6
 def probe_rows(config: Any) -> list[TrainingRow]:
     """Return rows of ordinary tokens. Every token except the first of a row is a sampled unit."""
     text = config.get_text_config()
-    named = [value for name, value in vars(text).items() if name.endswith(("token_id", "token_index"))]
+    fields = [*vars(config).items(), *vars(text).items()]
+    named = [value for name, value in fields if name.endswith(("token_id", "token_index"))]
     special = {value for each in named for value in (each if isinstance(each, list) else [each])}
     tokens = np.array([token for token in range(text.vocab_size) if token not in special][:50_000], np.int32)
     rows: list[TrainingRow] = []
@@ -68,8 +69,15 @@ def with_short_windows(config: Any) -> Any:
 
 
 @torch.no_grad()
-def own_columns(model: Any, rows: Sequence[TrainingRow], names: Sequence[str], device: Any) -> Columns:
-    """Return the columns of the rows from the model's own eager forward pass, one row at a time."""
+def own_columns(
+    model: Any,
+    rows: Sequence[TrainingRow],
+    names: Sequence[str],
+    device: Any,
+    more_of: Callable[[TrainingRow], Mapping[str, Tensor]] = lambda row: {},
+) -> Columns:
+    """Return the columns of the rows from the model's own eager forward pass, one row at a time. `more_of`
+    returns further arguments of the pass over a row."""
     model.set_attn_implementation("eager")
     forward = partial(type(model).forward, model, use_cache=False)
     found: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -85,7 +93,7 @@ def own_columns(model: Any, rows: Sequence[TrainingRow], names: Sequence[str], d
         if "value" in names:
             found["value"].append(values[places - 1])
         if "logp" in names:
-            logp = forward(input_ids=ids[None]).logits[0].float().log_softmax(-1)[places - 1]
+            logp = forward(input_ids=ids[None], **more_of(row)).logits[0].float().log_softmax(-1)[places - 1]
             found["logp"].append(logp.gather(1, ids[places][:, None])[:, 0])
     return {name: torch.cat(values) for name, values in found.items()}
 

@@ -2,14 +2,16 @@
 
 The count covers only matrix products, with two operations for each multiply-add (Chowdhery et al. 2022,
 "PaLM", appendix B). A backward pass or recomputation multiplies the count of every row by the same factor, so
-the count serves to compare rows. A row of T tokens with S predicted units costs linear·T + attention·T² +
-head·S, where
+the count serves to compare rows. A row of T tokens with S predicted units and I tokens of images costs
+linear·T + attention·T² + head·S + vision·I, where
 
     linear    = 2 · parameters of all layers that a token uses: projections of attention, and the MLP or the
                 router, shared and active experts
     attention = 2 · layers · heads · head size: QKᵀ and weights·V each take 2 · heads · head size operations
                 for each of the T²/2 pairs of a token and an earlier or equal one. Sliding windows are ignored
     head      = 2 · hidden · vocabulary: logits are computed only for predicted units
+    vision    = 2 · parameters of the vision tower's blocks · patches per token. A frozen tower has no
+                backward pass, so it counts as a third of this. Its attention is ignored
 """
 
 from __future__ import annotations
@@ -27,6 +29,12 @@ TWO_MATRICES = frozenset({"gpt2", "gpt_neox", "opt", "phi", "falcon", "bloom", "
 """Model types whose MLP has two matrices. Other models have a third one, the gate."""
 
 
+GATED_TOWERS = ("qwen2_5_vl", "pixtral")
+"""Beginnings of the model types of vision towers whose MLP has three matrices."""
+PASSES = 3
+"""FLOPs of a forward and a backward pass, as a multiple of the forward pass."""
+
+
 @dataclass(frozen=True)
 class RowCost:
     """Coefficients of a row's FLOPs. They are integers, so that every rank computes the same sums."""
@@ -37,11 +45,13 @@ class RowCost:
     """FLOPs per squared token."""
     head: int
     """FLOPs per predicted unit."""
+    vision: int = 0
+    """FLOPs per token that stands for a part of an image."""
 
-    def of(self, tokens: int, units: int) -> int:
-        """Return the FLOPs of a row with `tokens` input tokens and `units` predicted units; 0 for a row
-        without tokens."""
-        return tokens * (self.linear + self.attention * tokens) + self.head * units
+    def of(self, tokens: int, units: int, images: int = 0) -> int:
+        """Return the FLOPs of a row with `tokens` input tokens, of which `images` stand for images, and
+        `units` predicted units; 0 for a row without tokens."""
+        return tokens * (self.linear + self.attention * tokens) + self.head * units + self.vision * images
 
 
 PEAKS = {
@@ -74,20 +84,23 @@ TOKENS_ALONE = RowCost(1, 0, 0)
 """Cost of rows if a model's dimensions are unknown."""
 
 
-def load_row_cost(model: Path) -> RowCost:
-    """Return the row cost of the model in a Hugging Face directory.
+def load_row_cost(model: Path, *, trains_vision: bool = False) -> RowCost:
+    """Return the row cost of the model in a Hugging Face directory, whose vision tower is trained or not.
 
     It is `TOKENS_ALONE` if config.json cannot be read or lacks a dimension. Rows are then distributed by
     their lengths, and the FLOP utilization is not reported."""
     try:
-        return row_cost(AutoConfig.from_pretrained(model, local_files_only=True))
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+        return row_cost(config, trains_vision=trains_vision)
     except (OSError, ValueError, AttributeError):
         return TOKENS_ALONE
 
 
-def row_cost(config: Any) -> RowCost:
-    """Return the row cost of a model with this transformers `config`. In a multimodal model, only the text
-    part counts. Raises `AttributeError` if hidden size, layers, heads or vocabulary are missing."""
+def row_cost(config: Any, *, trains_vision: bool = False) -> RowCost:
+    """Return the row cost of a model with this transformers `config`. In a multimodal model, the language
+    model and the vision tower count. Raises `AttributeError` if hidden size, layers, heads or vocabulary are
+    missing."""
+    vision = _vision(getattr(config, "vision_config", None)) // (1 if trains_vision else PASSES)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
     head_size = _number(config, "head_dim") or hidden // heads
@@ -97,7 +110,19 @@ def row_cost(config: Any) -> RowCost:
     dense = matrices * hidden * (_number(config, "intermediate_size") or 4 * hidden)
     sparse_layers = [is_sparse(config, layer) for layer in range(layers)].count(True)
     parameters = layers * attention + (layers - sparse_layers) * dense + sparse_layers * _experts(config)
-    return RowCost(2 * parameters, 2 * layers * heads * head_size, 2 * hidden * config.vocab_size)
+    return RowCost(2 * parameters, 2 * layers * heads * head_size, 2 * hidden * config.vocab_size, vision)
+
+
+def _vision(config: Any) -> int:
+    """Return the FLOPs of a vision tower with this config for one token; 0 if its dimensions are unknown."""
+    hidden, layers = (
+        _number(config, "hidden_size", "embed_dim"),
+        _number(config, "depth", "num_hidden_layers"),
+    )
+    inner = _number(config, "intermediate_size") or round(hidden * _number(config, "mlp_ratio"))
+    matrices = 3 if str(getattr(config, "model_type", "")).startswith(GATED_TOWERS) else 2
+    patches = (_number(config, "spatial_merge_size") or 1) ** 2
+    return 2 * patches * layers * hidden * (4 * hidden + matrices * inner)
 
 
 def _number(config: Any, *names: str) -> int:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from areal_async.trajectory.routes import no_route
 from trainer_service.data.flops import TOKENS_ALONE, RowCost
+from trainer_service.data.images import PackedImages
 from trainer_service.data.prefixes import (
     Branching,
     Runs,
@@ -72,6 +73,8 @@ class MicroBatch:
     tokens."""
     replayed_tokens: int = 0
     """Number of tokens with a route in at least one layer."""
+    images: PackedImages | None = None
+    """Images of the rows; None if no model has to compute features of images."""
     _padded: dict[int, MicroBatch] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -145,7 +148,7 @@ def plan_passes(
     rooms = [tree.room for tree in trees]
     plan = pack(rooms, budget) or [[]]
     if ranks.world > 1:
-        costs = [cost.of(tree.n_tokens, tree.n_units) for tree in trees]
+        costs = [cost.of(tree.n_tokens, tree.n_units, tree.n_of_images) for tree in trees]
         plan = spread(rooms, costs, budget, ranks.largest(len(plan)))
     sorted_trees = (sorted((trees[i] for i in chosen), key=lambda tree: -tree.n_tokens) for chosen in plan)
     return [[row for tree in chosen for row in tree.rows] for chosen in sorted_trees]
@@ -187,6 +190,7 @@ def build_micro_batch(
         position=positions,
         shared_tokens=int(shared.sum()),
         replayed_tokens=0 if routes is None else int((routes >= 0).any(-1).any(0).sum()),
+        images=PackedImages(rows, starts.tolist()) if any(row.fed_images for row in rows) else None,
         **tensors,
     )
 

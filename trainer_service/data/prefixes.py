@@ -13,15 +13,17 @@ them has a smaller or equal position, the branch of j has ended before i. `branc
 for attention from this rule.
 
 Rows share only identical token ids at identical positions, and only within a group. Hidden states depend on
-nothing else except replayed routes. So tokens are not shared if their routes differ, or if only one of them
-has a route. Versions, temperatures and behaviour log-probs belong to units, and units are never shared.
+nothing else except images and replayed routes. So no token is shared from the first image on that the rows do
+not have in common. Tokens are not shared either if their routes differ, or if only one of them has a route.
+Versions, temperatures and behaviour log-probs belong to units, and units are never shared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, zip_longest
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -58,10 +60,12 @@ class Tree:
     n_units: int
     fed: int
     """Number of tokens of the rows without sharing."""
+    n_of_images: int = 0
+    """Number of the tree's tokens that stand for images."""
 
     @classmethod
     def of(cls, row: TrainingRow) -> Tree:
-        return cls([row], row.packed_length, len(row.position), row.packed_length)
+        return cls([row], row.packed_length, len(row.position), row.packed_length, row.image_tokens())
 
     @property
     def room(self) -> int:
@@ -78,6 +82,7 @@ class Tree:
             return False
         self.rows.append(replace(row, shared=shared))
         self.n_tokens, self.n_units, self.fed = tokens, units, fed
+        self.n_of_images += row.image_tokens(shared)
         return True
 
 
@@ -114,18 +119,20 @@ def plant(
 
 def _sorting(row: TrainingRow) -> bytes:
     """Return a sort key that makes rows with common prefixes neighbours. It joins the ids of all tokens, each
-    with a hash of its routes if it has any."""
+    with a hash of its routes if it has any. Tokens of an image have a hash of the image as id."""
+    fed = row.fed.copy() if row.images else row.fed
+    for image in row.images:
+        fed[image.first : image.first + image.count] = crc32(image.digest.encode()) >> 1
     if row.routes is None:
-        return row.fed.tobytes()
-    fed = row.fed
+        return fed.tobytes()
     flat = row.routes[: len(fed)].reshape(len(fed), -1)
     factors = 2 * np.random.default_rng(0).integers(1 << 62, size=flat.shape[1], dtype=np.uint64) + 1
     return np.stack([fed.astype(np.uint64), flat @ factors], axis=1).tobytes()
 
 
 def _common(rows: Sequence[TrainingRow], group: Sequence[int]) -> NDArray[np.int64]:
-    """Return i64 [R - 1]: number of leading tokens, with routes, that each row and the next one have in
-    common. It is 0 across groups. No row may be empty."""
+    """Return i64 [R - 1]: number of leading tokens, with routes and images, that each row and the next one
+    have in common. It is 0 across groups. No row may be empty."""
     tokens = [row.fed for row in rows]
     lengths = np.array([len(ids) for ids in tokens])
     starts = np.cumsum(lengths) - lengths
@@ -140,7 +147,18 @@ def _common(rows: Sequence[TrainingRow], group: Sequence[int]) -> NDArray[np.int
     if any(row.routes is not None for row in rows):
         differs |= _routed_otherwise(rows, window)
     same = np.minimum.reduceat(np.where(differs, within, np.repeat(window, window)), ends - window)
+    if any(row.images for row in rows):
+        same = np.minimum(same, [_without_other_image(*pair) for pair in pairwise(rows)])
     return np.where(np.diff(group) == 0, same, 0)
+
+
+def _without_other_image(one: TrainingRow, other: TrainingRow) -> int:
+    """Return the number of tokens before the first image that the rows do not have in common."""
+    for pair in zip_longest(one.images, other.images):
+        here = [image for image in pair if image is not None]
+        if len({(image.digest, image.first, image.count) for image in here}) > 1 or len(here) == 1:
+            return min(image.first for image in here)
+    return min(one.packed_length, other.packed_length)
 
 
 def _routed_otherwise(rows: Sequence[TrainingRow], window: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -24,6 +24,15 @@ the agent's name, and `anchor` belongs to the segment. `truncated` is 1 if a lim
 off (the last flag of its segments is TRUNCATED)."""
 
 
+class RowImage(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """An image of a row. The tokens [first, first + count) of the row stand for it."""
+
+    digest: str
+    data: bytes | memoryview
+    first: int
+    count: int
+
+
 class TrainingRow(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A row with S sampled units; S is at least 1."""
 
@@ -50,6 +59,8 @@ class TrainingRow(msgspec.Struct, frozen=True, eq=False, gc=False):
     routes."""
     shared: int = 0
     """Number of leading tokens that the previous row in the pack also has; they are not packed again."""
+    images: tuple[RowImage, ...] = ()
+    """Images in the order of their tokens."""
     feeds_last: bool = False
     """Whether the last token is also an input, so that the last unit has a `score` (`backends/base.py`)."""
 
@@ -61,6 +72,15 @@ class TrainingRow(msgspec.Struct, frozen=True, eq=False, gc=False):
     def fed(self) -> NDArray[np.int32]:
         """Input tokens of the model."""
         return self.token_ids[: self.packed_length]
+
+    @property
+    def fed_images(self) -> tuple[RowImage, ...]:
+        """Images of the input tokens."""
+        return tuple(image for image in self.images if image.first < self.packed_length)
+
+    def image_tokens(self, first: int = 0) -> int:
+        """Return how many input tokens, from token `first` on, stand for images."""
+        return sum(image.count for image in self.fed_images if image.first >= first)
 
 
 def joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:

@@ -22,7 +22,7 @@ from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import REFERENCE, TRAINED_MODEL, TrainingBackend, models_of
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.episode_rows import check_staleness, fetched_episodes, rows_of_episodes
-from trainer_service.data.flops import TOKENS_ALONE, load_row_cost, peak_flops
+from trainer_service.data.flops import PASSES, TOKENS_ALONE, load_row_cost, peak_flops
 from trainer_service.data.routes import mixture_to_replay
 from trainer_service.durable_files import FileEntry, write_hashed
 from trainer_service.loop.step import StepInputs, StepPlan, StepResult, check_manifest, plan_step, train_step
@@ -35,7 +35,6 @@ OBJECTIVE_FILE = "objective.json"
 """Checkpoint file with the values that an objective adapts between steps. The file does not exist if no value
 is adapted."""
 KL_COEFFICIENT = "kl_coefficient"
-PASSES = 3  # A backward pass has twice the matrix products of the forward pass before it
 
 
 def load_backend(job: JobConfig, ranks: Ranks, *, policy_alone: bool = False) -> TrainingBackend:
@@ -72,7 +71,8 @@ class Learner:
             from trainer_service.teacher import TeacherServers  # an HTTP client, which no other job needs
 
             self._teacher = TeacherServers(job.trainer.teacher)
-        self._cost = load_row_cost(job.model)
+        trains_vision = job.trainer.backend_args.get("vision") == "trained"
+        self._cost = load_row_cost(job.model, trains_vision=trains_vision)
         self._mixture = mixture_to_replay(job)
 
     def plan(self, batch: Batch, step: int) -> StepPlan:

@@ -168,7 +168,7 @@ class RlTrainer:
         step = self._open(name, restored, left)
         self._backend.prepare_save()
         if self._publisher is not None:
-            self._publisher.prepare(self._backend.export(TRAINED_MODEL))
+            self._publisher.prepare(self._backend.export(TRAINED_MODEL, whole=False))
         self._finish(step, self._begin(step))
         self._give_device()
         ready()
@@ -398,7 +398,7 @@ class RlTrainer:
             return None
         return self._publisher.begin(
             VersionTag(self._policy, self._epoch, version),
-            self._backend.export(TRAINED_MODEL),
+            self._backend.export(TRAINED_MODEL, whole=False),
             evaluate=self._is_evaluated(version) and version != self._evaluated,
             final=version == self._job.trainer.steps,
         )

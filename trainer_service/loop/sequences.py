@@ -142,7 +142,7 @@ class SequenceTrainer:
         """Return this rank's micro-batches of the rows, and whether each example is within one micro-batch on
         all ranks. Row i becomes episode i in them."""
         place, groups = self._backend.place, groups.astype(np.int64)
-        costs = [[self._cost.of(row.packed_length, len(row.position))] for row in rows]
+        costs = [[self._cost.of(row.packed_length, len(row.position), row.image_tokens())] for row in rows]
         dealt = deal_rows(costs, place.data_ranks, groups.tolist())
         mine = dealt[place.data_rank] if place.reads else {}
         chosen = [structs.replace(rows[index], episode=index) for index in mine]

@@ -250,8 +250,11 @@ class _Step:
         self._begun_s = time.monotonic()
         self._backend, self._objective, self._ranks, self._inputs = backend, objective, ranks, inputs
         groups, tokens, cost = inputs.episodes.group.numpy(), inputs.micro_batch_tokens, inputs.cost
-        together = {"groups": groups, "side_by_side": backend.side_by_side}
-        passes = [plan_passes(rows, ranks, tokens, cost, **together) for rows in inputs.minibatches]
+        beside = backend.side_by_side
+        passes = [
+            plan_passes(rows, ranks, tokens, cost, groups=groups, side_by_side=beside)
+            for rows in inputs.minibatches
+        ]
         self._packed = [
             [build_micro_batch(rows, device=ranks.device) for rows in chosen] for chosen in passes
         ]

@@ -36,7 +36,7 @@ from areal_async.config.engines import EngineMissing, find_engine_python, flag_n
 from areal_async.config.job import JobConfig
 from areal_async.config.routes import replayed_mixture
 from areal_async.models.answers import Detokenizer, end_ids
-from areal_async.models.files import Mixture
+from areal_async.models.files import Mixture, text_part
 from areal_async.models.tokenizer import load_tokenizer
 from areal_async.service.context import ServiceContext
 from areal_async.trajectory import Sampling
@@ -61,8 +61,7 @@ class ModelFacts:
 
 def read_model(folder: Path) -> ModelFacts:
     """Return the facts in `config.json`. Raises `EngineError`."""
-    config = read_config(folder)
-    config = config.get("text_config") or config
+    config = text_part(read_config(folder))
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int):
         raise EngineError(f"{folder / 'config.json'} names no vocab_size: it is no model for text")

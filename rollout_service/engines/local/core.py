@@ -61,7 +61,8 @@ class EngineCore:
     prefill_tokens: int = 4096
 
     def __post_init__(self) -> None:
-        limit = getattr(self.model.model.config, "max_position_embeddings", self.max_model_len)
+        text = self.model.model.config.get_text_config()
+        limit = getattr(text, "max_position_embeddings", self.max_model_len)
         if (length := self.max_model_len) > limit:
             raise EngineError(
                 f"rollout.max_model_len is {length}, but the model has {limit} positions: lower it"

@@ -180,12 +180,11 @@ def _attention(
     sliding_window: int | None = None,
     slots: Slots | None = None,
     dropout: float = 0.0,  # 0 in inference
-    s_aux: Tensor | None = None,
-    softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention. transformers calls this function in every attention layer. Raises `EngineError` for
-    an unknown argument."""
+    """Compute attention. transformers calls this function in every attention layer. Among the `others` may be
+    `s_aux` and `softcap` (`Scoring`). Raises `EngineError` for an unknown argument."""
+    sinks, cap = others.pop("s_aux", None), others.pop("softcap", None)
     if unknown := unknown_arguments({"attention_mask": attention_mask, **others}):
         raise EngineError(
             f"{type(module).__name__} calls its attention with {unknown}, which the local engine does not "
@@ -193,7 +192,7 @@ def _attention(
         )
     if slots is None:
         raise TypeError(f"a model loaded with attention {ATTENTION!r} is called with the argument `slots`")
-    how = Scoring(scaling, sliding_window, s_aux, softcap)
+    how = Scoring(scaling, sliding_window, sinks, cap)
     return slots.attend(module.layer_idx, query, key, value, how), None
 
 

@@ -169,7 +169,7 @@ class LocalModel:
     def check(self) -> None:
         """Compare the engine's passes with the model's own forward pass on a few ids. A model with another
         kind of attention or head is then refused, instead of sampled wrongly."""
-        count, split = min(12, self.model.config.max_position_embeddings), 4
+        count, split = min(12, self.model.config.get_text_config().max_position_embeddings), 4
         ids = (torch.arange(count, device=self.device) * 7 % self.vocab_size)[None]
         at = torch.arange(count, device=self.device)[None]
         kv = SlotKV(1, count, self.device)

@@ -63,9 +63,9 @@ FRAMES = [Image.fromarray(PIXELS + shift) for shift in (0, 9)]
 BAD = {
     "empty": (b"", "it is empty"),
     "text": (b"<html>not found</html>", "no image of a known kind"),
-    "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>", "no image of a"),
+    "svg": (b"<svg><image href='file:///etc/passwd'/></svg>", "no image of a known kind"),
     "a format of old systems": (encoded(Image.fromarray(PIXELS), "TIFF"), "no image of a known kind"),
-    "a program of PostScript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no image of a known kind"),
+    "a program of PostScript": (b"%!PS-Adobe-3.0 EPSF-3.0\n", "no image of a known kind"),
     "a damaged header": (GOOD[:20], "its header is damaged|cannot be decoded"),
     "too many bytes": (GOOD + bytes(MOST_BYTES), "and at most"),
     "a bomb by its header": (png(60_000, 60_000), "pixels"),
@@ -97,7 +97,7 @@ def test_a_bad_image_is_refused_by_its_header(name):
     ids=["cut png", "cut jpeg", "damaged png", "too few rows"],
 )
 def test_damaged_pixels_are_refused(data):
-    with pytest.raises(ImageError, match="cannot be decoded|header is damaged"):
+    with pytest.raises(ImageError, match=r"cannot be decoded|header is damaged"):
         decode_image(data)
 
 

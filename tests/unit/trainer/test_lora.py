@@ -136,7 +136,9 @@ def test_targets_are_chosen_by_the_last_part_of_their_name(model_dir):
 
 
 def test_a_target_that_the_model_has_not_is_named(model_dir):
-    with pytest.raises(ModelError, match=r"trainer\.lora\.targets: .* called x_proj\. It has down_proj"):
+    with pytest.raises(
+        ModelError, match=r"trainer\.lora\.targets: .* called x_proj for adapters\. It has down_proj"
+    ):
         _backend(model_dir, lora=LoraSection(targets=("q_proj", "x_proj")))
 
 

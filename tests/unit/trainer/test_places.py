@@ -58,6 +58,7 @@ class Stage:
     and with a pass of its own that nobody hears of."""
 
     updates = 0
+    side_by_side = False
 
     def __init__(self, place, ranks, inner, calls):
         self.place, self._ranks, self._inner, self._calls = place, ranks, inner, calls

@@ -65,7 +65,8 @@ def test_a_family_that_is_trained_has_the_log_probs_of_the_model(family):
 
 
 @pytest.mark.parametrize(
-    ("family", "side_by_side"), [("llama", False), ("gpt_oss", False), ("qwen3_next", True), ("falcon_h1", True)]
+    ("family", "side_by_side"),
+    [("llama", False), ("gpt_oss", False), ("qwen3_next", True), ("falcon_h1", True)],
 )
 def test_rows_of_a_family_with_a_state_are_computed_side_by_side(family, side_by_side, tmp_path):
     assert backend_of(saved(tmp_path, family)).side_by_side == side_by_side
@@ -112,7 +113,8 @@ def test_critics_and_reward_models_are_probed_too(family, head, tmp_path, monkey
     folder = saved(tmp_path, family)
     assert backend_of(folder, head=head).side_by_side == (family == "qwen3_next")
     operator = attention._operator if family == "qwen3_next" else attention._explicit
-    monkeypatch.setattr(attention, operator.__name__, lambda q, *others, **how: 1.01 * operator(q, *others, **how))
+    wrong = lambda *inputs, **how: 1.01 * operator(*inputs, **how)  # noqa: E731
+    monkeypatch.setattr(attention, operator.__name__, wrong)
     with pytest.raises(UnfitModel, match=r"the (scores|log-probs|values) of packed rows"):
         backend_of(folder, head=head)
 

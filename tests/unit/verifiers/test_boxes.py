@@ -84,14 +84,15 @@ def test_a_truth_that_is_no_box_is_the_tasks_fault(truth):
 
 
 def reference(said, true, threshold=0.5):
-    """The mean of `average precision` over labels, as its definition says: the area under the largest precision
-    at each of 101 recalls or beyond."""
+    """The mean of `average precision` over labels, as its definition says: the area under the largest
+    precision at each of 101 recalls or beyond."""
     values = []
     for label in {each["label"] for each in true}:
         boxes = [Box(*each["bbox_2d"]) for each in true if each["label"] == label]
         taken, hits, points = set(), 0, []
         for count, each in enumerate([s for s in said if s["label"] == label], 1):
-            gaps = [(overlap(Box(*each["bbox_2d"]), box), -n) for n, box in enumerate(boxes) if n not in taken]
+            box = Box(*each["bbox_2d"])
+            gaps = [(overlap(box, true), -n) for n, true in enumerate(boxes) if n not in taken]
             best = max(gaps, default=(0.0, 0))
             if best[0] >= threshold:
                 taken.add(-best[1])

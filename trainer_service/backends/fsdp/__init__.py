@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from areal_async.base.mistakes import Mistake
 from areal_async.config.base import Section
 from areal_async.config.parallel import RankGrid
 from trainer_service.backends.fsdp.memory import rank_memory
 
 if TYPE_CHECKING:
+    from areal_async.config.job import JobConfig
     from trainer_service.backends.base import ModelUse, TrainingBackend
     from trainer_service.ranks import Ranks
 
@@ -35,6 +37,19 @@ class Fsdp:
         """Compile each block of the model with `torch.compile`, which fuses its small operators. `auto`
         compiles on CUDA in half precision. If a model cannot be compiled, `auto` logs a warning and runs it
         uncompiled, and `on` is an error. Compilation takes up to some minutes at the start."""
+
+        vision: Literal["frozen", "trained"] = "frozen"
+        """Whether the vision tower of a model that reads images is trained with its language model. A frozen
+        tower is not part of published weights."""
+
+    def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        """Yield the settings that exclude each other."""
+        if job.trainer.lora.rank and arguments.get("vision") == "trained":
+            yield Mistake(
+                f"{field}.vision",
+                "adapters (trainer.lora) belong to the language model alone",
+                "Set it to frozen, or set trainer.lora.rank to 0",
+            )
 
     memory_of = staticmethod(rank_memory)
     """Function that returns the bytes that each rank needs for one model."""

@@ -12,8 +12,8 @@ one call for each branch. The keys of a branch are concatenated from the pieces 
 gradients of a shared piece add up over the calls. Packing sorts trees by length, so there is one run for each
 length. Because K different lengths need at least K (K + 1) / 2 tokens, there are at most sqrt(2 T) runs.
 
-Attention sinks (gpt-oss) and capped logits (Gemma 2) are computed explicitly, because SDPA has neither. Memory
-then grows with the square of the longest row.
+Attention sinks (gpt-oss) and capped logits (Gemma 2) are computed explicitly, because SDPA has neither.
+Memory then grows with the square of the longest row.
 
 A model with layers that carry a state from token to token gets its rows side by side ([B, L]) instead of
 packed. Its attention is one causal call.
@@ -152,16 +152,14 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    s_aux: Tensor | None = None,
-    softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each packed sequence: each token attends to the earlier tokens on its
     row.
 
     query is [1, H, T, D]; key and value are [1, H_kv, T, D], with H a multiple of H_kv. Returns [1, T, H, D]
-    and no attention weights. `s_aux` [H] and `softcap` are the sinks and the cap of `explicit_attention`. The
-    model must be called with `packed_runs=…` and `use_cache=False`: with a
+    and no attention weights. Among the `others` may be `s_aux` [H] and `softcap`, the sinks and the cap of
+    `explicit_attention`. The model must be called with `packed_runs=…` and `use_cache=False`: with a
     cache, transformers treats the pack as one sequence and is silently wrong. Raises `ValueError` if the runs
     are missing or do not match the number of tokens. Raises `UnfitModel` for a mask, a window or any other
     argument that it does not support.
@@ -169,9 +167,10 @@ def packed_attention(
     known = sliding_window is None or (type(sliding_window) is int and sliding_window > 0)
     window = {} if known else {"sliding_window": sliding_window}
     pack = packed_runs or PackedRuns()
-    explicit = s_aux is not None or bool(softcap)
-    only_exact = {} if pack.ragged is None else {"s_aux": s_aux, "softcap": softcap}
-    refuse_unknown(module, {"attention_mask": attention_mask, **window, **only_exact, **others})
+    s_aux, softcap = None, None
+    if pack.ragged is None:
+        s_aux, softcap = others.pop("s_aux", None), others.pop("softcap", None)
+    refuse_unknown(module, {"attention_mask": attention_mask, **window, **others})
     if s_aux is not None and pack.part is not None:
         s_aux = s_aux.chunk(pack.part.ranks.size)[pack.part.ranks.index]
     attend: Attend
@@ -180,10 +179,10 @@ def packed_attention(
             raise ValueError("attention over ragged rows has no dropout")
         attend = partial(_of_ragged, rows=pack.ragged, window=sliding_window, scaling=scaling)
     else:
-        operator = partial(_operator, window=sliding_window, scaling=scaling, dropout=dropout)
-        if explicit:
-            how = {"scaling": scaling, "dropout": dropout, "sinks": s_aux, "cap": softcap}
-            operator = partial(_explicit, window=sliding_window, **how)
+        how: dict[str, Any] = {"window": sliding_window, "scaling": scaling, "dropout": dropout}
+        operator: Callable[..., Tensor] = partial(_operator, **how)
+        if s_aux is not None or softcap:
+            operator = partial(_explicit, sinks=s_aux, cap=softcap, **how)
         if pack.side_by_side:
             return operator(query, key, value, None).transpose(1, 2), None
         attend = partial(_attention, pack=pack, operator=operator, window=sliding_window)

@@ -87,7 +87,7 @@ class FsdpBackend(NamedModels[HeldModel]):
     def evaluate(self, model: str, batches: Batches, fn: OfColumns[T], *, columns: Names = LOGP) -> list[T]:
         of, found = self._models[model], []
         of.module.eval()  # Compute log-probs without dropout.
-        for index, batch in enumerate(map(of.fitted, batches)):
+        for index, batch in enumerate(of.ready(batches)):
             with of.routed(batch):
                 given = packed_columns(of.module, batch, columns, of.sequence)
                 if self.place.owns:
@@ -98,15 +98,16 @@ class FsdpBackend(NamedModels[HeldModel]):
         of, rank = self._models[model], self._ranks.rank
         group, owner = (of.sequence.group, of.sequence.owner) if of.sequence is not None else (None, rank)
         of.module.train()
-        for index, batch in enumerate(map(of.fitted, batches)):
+        for index, batch in enumerate(of.ready(batches)):
             with of.routed(batch):
                 given = packed_columns(of.module, batch, columns, of.sequence)
                 loss = shared_loss(given, partial(loss_of, index), group=group, owner=owner)
                 # FSDP averages over ranks, but the objective is a sum over ranks.
                 (loss * self._ranks.world).backward()
 
-    def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
-        return self._models[model].loaded.pieces(self._ranks, self._options.dtype, gather=gather)
+    def export(self, model: str, *, gather: bool = False, whole: bool = True) -> Iterator[TensorPiece]:
+        loaded, dtype = self._models[model].loaded, self._options.dtype
+        return loaded.pieces(self._ranks, dtype, gather=gather, whole=whole)
 
     def sleep(self) -> int:
         return self._parking.leave(each for model in self._models.values() for each in model.on_device())

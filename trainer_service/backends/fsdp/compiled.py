@@ -1,4 +1,4 @@
-"""Compilation of a model's blocks by `torch.compile`.
+"""Compilation of the blocks of a language model by `torch.compile`.
 
 The forward pass of each block is compiled as one graph, inside FSDP's hooks and together with its
 recomputation. Equal blocks share a compilation, in which the sizes of a pack are dynamic. There is a
@@ -33,6 +33,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 from areal_async.base.log import get_logger
+from areal_async.models.classes import language_part
 from trainer_service.backends.fsdp.recompute import blocks_of
 from trainer_service.data.ragged import Ragged
 from trainer_service.errors import ModelError
@@ -68,7 +69,9 @@ def compile_blocks(name: str, model: Any, how: Compile, ranks: Ranks, try_passes
     torch._dynamo.config.recompile_limit = max(KINDS, torch._dynamo.config.recompile_limit)
     _add_dynamic_sources(SIZES)
     errors: list[Exception] = []
-    eager: list[tuple[Any, Callable[..., Any]]] = [(block, block.forward) for block in blocks_of(model)]
+    eager: list[tuple[Any, Callable[..., Any]]] = [
+        (block, block.forward) for block in blocks_of(language_part(model))
+    ]
     compiled = [_of_any_size(torch.compile(each, fullgraph=True, backend=COMPILER)) for _, each in eager]
     for (block, forward), each in zip(eager, compiled, strict=True):
         block.forward = _tried(each, forward, errors)

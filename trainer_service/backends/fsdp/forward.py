@@ -6,8 +6,8 @@ forward pass. The root's forward is therefore replaced by one that runs a given 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,9 @@ from transformers import AutoConfig
 
 from areal_async.base.log import get_logger
 from areal_async.models.files import cannot_be_packed, carries_state, most_positions
-from trainer_service.backends.base import Columns, ModelHead
+from trainer_service.backends.base import LOGP, Columns, ModelHead, Names
 from trainer_service.backends.fsdp.attention import PackedRuns
+from trainer_service.backends.fsdp.images import ModelImages
 from trainer_service.backends.fsdp.loading import LoadedModel
 from trainer_service.backends.fsdp.sequence import SequencePart, SequenceRanks
 from trainer_service.backends.head import Head, batch_columns, value_places
@@ -34,9 +35,9 @@ from trainer_service.backends.probe import (
 )
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 from trainer_service.data.ragged import rounded_tokens
+from trainer_service.data.rows import TrainingRow
 from trainer_service.errors import BatchError, UnfitModel
 from trainer_service.ranks import Ranks
-
 
 log = get_logger("trainer")
 
@@ -90,12 +91,14 @@ def fitted(model: Any, batch: MicroBatch, shared: SequenceRanks | None = None) -
     return batch.padded(-(-needed // size) * size)
 
 
-def open_window(model: Any, *, ragged: bool = False, side_by_side: bool = False) -> None:
+def open_window(
+    model: Any, *, ragged: bool = False, side_by_side: bool = False, images: ModelImages | None = None
+) -> None:
     """Make `model(run)` return `run(model)` while all of the root's parameters are gathered. With `ragged`,
     its attention is one call for all rows of a pack. With `side_by_side` it gets complete rows instead of a
-    pack."""
+    pack. With `images` it computes their features."""
     model.forward = lambda run: run(model)
-    model.ragged, model.side_by_side = ragged, side_by_side
+    model.ragged, model.side_by_side, model.images = ragged, side_by_side, images
     config: Any = model.config
     model.longest_row = most_positions(config.get_text_config().to_dict())
     model(lambda inside: None)
@@ -118,50 +121,96 @@ def probe_packing(
     shared: SequenceRanks | None,
     *,
     ragged: bool,
-) -> None:
+) -> bool:
     """Call `open_window`, and raise `UnfitModel` unless packed columns equal the model's own forward pass.
 
     If they differ, or if the model has layers that carry a state from token to token, the same is tried with
-    rows side by side. All ranks call it after the weights are loaded."""
+    rows side by side. Returns whether rows must be side by side. All ranks call it after the weights are
+    loaded."""
     config: Any = loaded.module.config
 
     def probe(side_by_side: bool) -> None:
         open_window(loaded.module, ragged=ragged, side_by_side=side_by_side)
-        model, rows, names = loaded.in_fp32(ranks), probe_rows(config), PROBED[head]
-        open_window(model, side_by_side=side_by_side)
-        batch = build_micro_batch(rows, device=ranks.device)
-        with torch.no_grad():
-            packed = packed_columns(model, batch, names)
-            in_parts = (
-                packed
-                if shared is None
-                else packed_columns(model, fitted(model, batch, shared), names, shared)
-            )
-            own = model(lambda inside: own_columns(inside, rows, names, ranks.device))
-        require_equal(rows, packed, own)
-        try:
-            require_equal(rows, in_parts, own)
-        except UnfitModel as error:
-            fix = "Set trainer.parallel.sequence to 1"
-            raise UnfitModel(f"ranks share its rows (trainer.parallel.sequence): {error}. {fix}") from error
+        _compare(loaded, ranks, probe_rows(config), PROBED[head], shared)
 
     reason = carries_state(config.get_text_config().to_dict())
     if not reason:
         try:
-            return probed(name, config, ranks, partial(probe, False))
+            probed(name, config, ranks, partial(probe, False))
+            return False
         except UnfitModel as error:
             if shared is not None:
                 raise
             reason = f"cannot be packed: {error}"
     probed(name, config, ranks, partial(probe, True))
     log.warning("rows are computed side by side, without shared prefixes", model=name, reason=f"it {reason}")
+    return True
+
+
+@contextmanager
+def _all_called(model: Any, adapted: Sequence[str]) -> Iterator[None]:
+    """Raise `UnfitModel` unless a pass within calls every adapted layer. Where a kernel reads the weight of a
+    layer instead, its adapter has no effect. A separate layer of one expert may get no token."""
+    left = {name for name in adapted if ".experts." not in name}
+    layers = [(name, model.get_submodule(name)) for name in left]
+    hooks = [layer.register_forward_hook(lambda *_, name=name: left.discard(name)) for name, layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if left:
+        raise UnfitModel(f"it computes {min(left)} without calling it, so an adapter there has no effect")
+
+
+def probe_images(
+    name: str, loaded: LoadedModel, ranks: Ranks, images: ModelImages, shared: SequenceRanks | None
+) -> None:
+    """Let a model that `probe_packing` has checked compute the features of `images`. Raises `UnfitModel`
+    unless packed columns of rows with images equal the model's own forward pass. All ranks call it."""
+    model: Any = loaded.module
+    rows = images.probe_rows(probe_rows(model.config))
+    probed(name, model.config, ranks, lambda: _compare(loaded, ranks, rows, LOGP, shared, images))
+    model.images = images
+
+
+def _compare(
+    loaded: LoadedModel,
+    ranks: Ranks,
+    rows: Sequence[TrainingRow],
+    names: Names,
+    shared: SequenceRanks | None,
+    images: ModelImages | None = None,
+) -> None:
+    """Raise `UnfitModel` unless the packed columns of rows equal the model's own forward pass, in fp32."""
+    model, side_by_side = loaded.in_fp32(ranks), loaded.module.side_by_side
+    open_window(model, side_by_side=side_by_side, images=images)
+    batch = build_micro_batch(rows, device=ranks.device)
+
+    def more_of(row: TrainingRow) -> Mapping[str, Tensor]:
+        return {} if images is None else images.own_arguments(model, row, ranks.device)
+
+    with torch.no_grad(), _all_called(model, loaded.adapted):
+        packed = packed_columns(model, batch, names)
+        in_parts = packed
+        if shared is not None:
+            in_parts = packed_columns(model, fitted(model, batch, shared), names, shared)
+        own = model(lambda inside: own_columns(inside, rows, names, ranks.device, more_of))
+    require_equal(rows, packed, own)
+    try:
+        require_equal(rows, in_parts, own)
+    except UnfitModel as error:
+        fix = "Set trainer.parallel.sequence to 1"
+        raise UnfitModel(f"ranks share its rows (trainer.parallel.sequence): {error}. {fix}") from error
 
 
 def _states(model: Any, batch: MicroBatch, part: SequencePart | None = None) -> Tensor:
     """Return [T, H]: the output layer's input for each token. With a `part`, return [L, H] for its tokens."""
     if model.base_model is model:
         raise UnfitModel("transformers names no module of it that gives hidden states without the logits")
-    states: Tensor = model.base_model(**_inputs(model, batch, part)).last_hidden_state
+    with model.images.given(model, batch, part) if model.images is not None else nullcontext({}) as images:
+        inputs = _inputs(model, batch, part) | images
+        states: Tensor = model.base_model(**inputs).last_hidden_state
     return states.flatten(0, 1)[batch.rows[1]] if model.side_by_side else states[0]
 
 

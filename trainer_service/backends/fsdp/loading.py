@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from areal_async.config.job import LoraSection
-from areal_async.models.classes import auto_class, freeze_other_parts
-from areal_async.weights.names import BoxOfFile, NamesMismatch, Storage, storage_of, tied_in_files
+from areal_async.models.classes import auto_class, freeze_other_parts, is_multimodal, names_of_other_parts
+from areal_async.weights.names import NamesMismatch, Storage, storage_of, tied_in_files
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import ModelHead
 from trainer_service.backends.common import FLOATS, loaded_on_all, open_tensors
@@ -33,12 +33,13 @@ from trainer_service.backends.fsdp.lora import (
     add_adapters,
     first_value,
     is_adapter,
-    published_name,
+    published,
 )
 from trainer_service.backends.fsdp.shards import row_range
 from trainer_service.backends.probe import with_short_windows
 from trainer_service.ranks import Ranks
 
+Vision = Literal["frozen", "trained"]
 VALUE_LAYER = "score.weight"
 """[1, H]: name of the value layer in modules and files of sequence classifiers."""
 OUTPUT_LAYER = re.compile(r"(^|\.)(lm_head|embed_out)\.(weight|bias)$")
@@ -58,6 +59,8 @@ class LoadedModel:
     plan: _Plan
     adapted: Sequence[str] = ()
     """Names of the layers with an adapter. If there are any, only the adapters are trained."""
+    frozen: frozenset[str] = frozenset()
+    """Names of the tensors of a frozen vision tower, and of other parts besides the language model."""
 
     def in_fp32(self, ranks: Ranks) -> Any:
         """Return a second module with the same weights that computes in fp32.
@@ -90,13 +93,19 @@ class LoadedModel:
         _compute_rest(model, self.storage)
         return model.eval()
 
-    def pieces(self, ranks: Ranks, dtype: torch.dtype, *, gather: bool) -> Iterator[TensorPiece]:
+    def pieces(
+        self, ranks: Ranks, dtype: torch.dtype, *, gather: bool, whole: bool = True
+    ) -> Iterator[TensorPiece]:
         """Yield this rank's pieces of the files' tensors, with parameters in `dtype`.
 
         The pieces are the rank's own rows, or with `gather` everything on rank 0, one parameter at a time.
-        All ranks must iterate to the end together."""
+        Without `whole`, a frozen vision tower is left out. All ranks must iterate to the end together."""
         tensors = _tensors(self.module)
-        for name, storage in (_adapters(tensors) if self.adapted else self.storage).items():
+        left_out = self.frozen if not whole else frozenset()
+        chosen = _adapters(tensors, self.storage) if self.adapted else self.storage
+        for name, storage in chosen.items():
+            if name in left_out:
+                continue
             rows, first, gives = tensors[name], 0, ranks.first
             if isinstance(rows, DTensor):
                 if ranks.world == 1:
@@ -121,16 +130,18 @@ def load_sharded(
     held: torch.dtype = torch.float32,
     head: ModelHead = "tokens",
     lora: LoraSection | None = None,
+    vision: Vision = "frozen",
     seed: int = 0,
 ) -> LoadedModel:
     """Load the model in `folder` with `head`, sharded over `ranks`. Its parameters have the dtype `held`, and
     it computes in `dtype`.
 
+    The parts of a multimodal model besides its language model are frozen unless `vision` is `trained`.
     With `lora` it has adapters in fp32, initialised from `seed`, and its own parameters are frozen. If one
     rank cannot read it, all ranks raise `ModelError`."""
     kind = "causal-LM or one-label classifier" if head == "value" else "causal-LM"
     fix = f" It must be a Hugging Face {kind} directory with config.json and safetensors weights."
-    plan = _Plan(head, held, lora)
+    plan = _Plan(head, held, lora, vision)
     return loaded_on_all(folder, ranks, lambda: _load(folder, ranks, dtype, plan, seed), fix)
 
 
@@ -163,11 +174,12 @@ def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: _Plan, seed: int
             shapes = _with_value_layer(model, shapes)
         storage = storage_of(model, shapes)
         tied = tied_in_files(model, storage)
+        frozen = frozenset(names_of_other_parts(model) if plan.freezes(config) else ())
         adapted = plan.complete(model)
         if plan.lora is not None:
             tied = {}
-            now = {name: name.replace(BASE, ".") for name in _tensors(model)}
-            storage = {name: storage[before] for name, before in now.items() if before in storage}
+            now = {name.replace(BASE, "."): name for name in _tensors(model)}
+            storage = {now[before]: stored for before, stored in storage.items()}
         _shard(model, ranks, dtype)
         model.to_empty(device=ranks.device)
         model.tie_weights()
@@ -178,11 +190,11 @@ def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: _Plan, seed: int
             _fill(tensors[name], stored, files)
             # With this mark, `initialize_weights` does not overwrite the tensor.
             tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]
-    for name in _adapters(tensors):
+    for name in _adapters(tensors, storage):
         _begin(tensors[name], first_value(name, tensors[name].shape, seed))
     _compute_rest(model, storage)
     model.train()
-    return LoadedModel(model, storage, tied, plan, adapted)
+    return LoadedModel(model, storage, tied, plan, adapted, frozen)
 
 
 @dataclass(frozen=True)
@@ -192,6 +204,7 @@ class _Plan:
     head: ModelHead
     held: torch.dtype
     lora: LoraSection | None
+    vision: Vision = "frozen"
 
     def plain(self, config: Any) -> Any:
         """Return the module as its files describe it."""
@@ -200,7 +213,7 @@ class _Plan:
             kind, config.num_labels = AutoModelForSequenceClassification, 1
         try:
             with torch.device("meta"):
-                model: Any = kind.from_config(config, dtype=self.held, attn_implementation=PACKED_ATTENTION)
+                model: Any = kind.from_config(config, dtype=self.held, attn_implementation=_attention(config))
         except KeyError as error:
             if PACKED_ATTENTION not in error.args:
                 raise
@@ -208,9 +221,13 @@ class _Plan:
                 "its attention is of classes of its own, which packed rows cannot use"
             ) from error
         model.tie_weights()  # early versions of transformers 5 only tie weights while loading them
-        if config.get_text_config() is not config:
+        if self.freezes(config):
             freeze_other_parts(model)
         return model
+
+    def freezes(self, config: Any) -> bool:
+        """Return whether parts of the model besides its language model are frozen."""
+        return is_multimodal(config) and self.vision == "frozen"
 
     def complete(self, model: Any) -> Sequence[str]:
         """Add adapters and a second head, if requested. Returns the names of the layers with an adapter."""
@@ -220,6 +237,15 @@ class _Plan:
                 width = model.config.get_text_config().hidden_size
                 model.score = nn.Linear(width, 1, bias=False, dtype=torch.float32)
         return adapted
+
+
+def _attention(config: Any) -> str | dict[str, str]:
+    """Return packed attention for the language model of a config. Other parts keep transformers' choice."""
+    text = config.get_text_config()
+    if text is config:
+        return PACKED_ATTENTION
+    inner = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    return dict.fromkeys(["", *inner], PACKED_ATTENTION)
 
 
 def _with_value_layer(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -254,12 +280,10 @@ def _fill(tensor: Tensor, storage: Storage, files: Mapping[str, Any]) -> None:
         rows.copy_(whole[first:end])
 
 
-def _adapters(tensors: Mapping[str, Tensor]) -> dict[str, Storage]:
+def _adapters(tensors: Mapping[str, Tensor], storage: Mapping[str, Storage]) -> dict[str, Storage]:
     """Return the parameters of adapters with their places in peft's files."""
     return {
-        name: BoxOfFile(published_name(name), tuple(tensor.shape), (0,) * tensor.dim())
-        for name, tensor in tensors.items()
-        if is_adapter(name)
+        name: published(name, tensor.shape, storage) for name, tensor in tensors.items() if is_adapter(name)
     }
 
 
@@ -281,12 +305,26 @@ def _compute_rest(model: Any, stored: Collection[str]) -> None:
         model.get_buffer(name).fill_(torch.nan)
     # The class that FSDP makes is not one of transformers, which would skip modules without own tensors.
     model.is_custom_code = lambda: False
-    model.initialize_weights()
+    tensors = {name: tensor for name, tensor in _tensors(model).items() if name in stored}
+    before = {name: _changes(tensor) for name, tensor in tensors.items()}
+    try:
+        model.initialize_weights()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        why = next(iter(str(error).splitlines()), "")
+        raise ValueError(f"transformers does not compute the buffers that no file has: {why}") from error
+    if changed := [name for name, tensor in tensors.items() if _changes(tensor) != before[name]]:
+        raise ValueError(f"transformers would overwrite {changed[0]}, which was read from its files")
     if left := [name for name, each in model.named_buffers() if name in rest and bool(each.isnan().any())]:
         raise ValueError(
             f"{left[0]} is in no file, and transformers does not compute it when it loads a model"
         )
 
+
+def _changes(tensor: Tensor) -> tuple[int, int]:
+    """Return the numbers of in-place changes of a tensor, and of this rank's part of it."""
+    return tensor._version, (tensor.to_local() if isinstance(tensor, DTensor) else tensor)._version
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

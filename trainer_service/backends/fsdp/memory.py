@@ -11,6 +11,8 @@ The following state is always in memory:
   3, arXiv:1910.02054 section 5.3; `fully_shard` of torch). Offloaded moments are in host memory.
 - With adapters (LoRA): c P / S for the frozen model, and the line above for the adapters alone. The adapters
   are A [r, in] and B [out, r] of each adapted layer [out, in]. Frozen parameters have no gradients in a pass.
+- A vision tower that is not trained: 4 P / S, or c P / S with adapters. Its passes are not counted. They run
+  without gradients, before the language model's.
 - Each further model adds the same. A frozen model takes c P / S, or 4 P / S if it follows another. The state
   of all models is in memory during the passes of one (`planned`).
 
@@ -40,7 +42,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import gcd, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -65,6 +67,8 @@ STREAMED_BYTES = 1 << 28
 """Largest number of bytes of offloaded moments on the device during an update."""
 
 BLOCK = re.compile(r"^.*\blayers\.(\d+)\.(.+)$")
+TOWER = re.compile(r"(^|\.)(visual|(vision|audio)_\w+|multi_modal_projector|mm_projector)\.")
+"""Tensors of a multimodal model outside its language model."""
 EXPERT = re.compile(r"experts\.\d+\.")
 COUNTED = re.compile(r"(^|\.)([qkvo]_proj|gate_proj|up_proj|down_proj|gate|shared_expert_gate)\.weight$")
 """Matrices of a block whose activations `block_activations` counts."""
@@ -124,6 +128,8 @@ class ModelShape:
     """Parameters outside blocks, without a tied output layer."""
     hidden: int
     vocabulary: int
+    tower: Mapping[str, Shape] = field(default_factory=dict)
+    """Parameters of a vision tower and its projector."""
 
     @property
     def tied(self) -> bool:
@@ -131,7 +137,8 @@ class ModelShape:
 
     @property
     def size(self) -> int:
-        return self.root_size + sum(block.size for block in self.blocks)
+        tower = sum(map(prod, self.tower.values()))
+        return self.root_size + tower + sum(block.size for block in self.blocks)
 
     @property
     def root_size(self) -> int:
@@ -165,9 +172,11 @@ def shape_of(
         raise ValueError(f"config.json has no {error}") from None
     top_k = int(text.get("num_experts_per_tok") or text.get("moe_top_k") or 1)
     blocks: dict[int, dict[str, list[Shape]]] = {}
-    root = {}
+    root, tower = {}, {}
     for name, shape in tensors.items():
-        if match := BLOCK.match(name):
+        if text is not config and TOWER.search(name):
+            tower[name] = shape
+        elif match := BLOCK.match(name):
             inner = blocks.setdefault(int(match[1]), {})
             inner.setdefault(EXPERT.sub("experts.", match[2]), []).append(shape)
         elif not (name.startswith("lm_head") and (text.get("tie_word_embeddings", False) or head == "value")):
@@ -184,6 +193,7 @@ def shape_of(
         root=root,
         hidden=hidden,
         vocabulary=vocabulary if head != "value" else 0,
+        tower=tower,
     )
 
 
@@ -208,6 +218,8 @@ class MemoryOptions:
     """Rank of the trained adapters; 0 if the model itself is trained."""
     lora_targets: tuple[str, ...] = ()
     """Layers with adapters, by the last part of their names; empty for all layers."""
+    trains_vision: bool = False
+    """Whether the vision tower is trained with the language model."""
     frozen: bool = False
     """Whether no part of the model is trained."""
     follows: bool = False
@@ -223,6 +235,7 @@ class MemoryOptions:
         return replace(
             self,
             lora_rank=self.lora_rank if name == TRAINED_MODEL else 0,
+            trains_vision=self.trains_vision and name == TRAINED_MODEL,
             frozen=use.optimizer is None,
             follows=use.follows,
         )
@@ -246,6 +259,7 @@ def options_of(trainer: TrainerSection) -> MemoryOptions:
         on_host=trainer.device == "cpu",
         lora_rank=trainer.lora.rank,
         lora_targets=trainer.lora.targets,
+        trains_vision=arguments.get("vision") == "trained",
     )
 
 
@@ -325,9 +339,11 @@ def rank_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
         return _frozen_memory(model, options)
     tensors = [*model.root.values(), *(s for block in model.blocks for s in block.parameters.values())]
     c, block, root = options.compute_bytes, options.trained(model.largest), _trained_root(model, options)
-    frozen = 0
+    tower = [*model.tower.values()]
+    frozen = 0 if options.trains_vision else FLOAT32_BYTES * _sharded(tower, options)
+    tensors += tower if options.trains_vision else []
     if options.lora_rank:
-        frozen = c * _sharded(tensors, options)
+        frozen = c * _sharded([*tensors, *tower], options)
         blocks = model.blocks
         tensors = [s for each in blocks for s in each.adapters(options.lora_rank, options.lora_targets)]
     shard = FLOAT32_BYTES * _sharded(tensors, options)
@@ -356,6 +372,7 @@ def _frozen_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
     Per token, a block needs its input, and sums and norms of the same width. The widest part of the block
     also needs the activated gate, the up-projection and their product."""
     tensors = [*model.root.values(), *(s for block in model.blocks for s in block.parameters.values())]
+    tensors += model.tower.values()
     c, working = options.compute_bytes, _gathered(model, options)
     numbers = _sharded(tensors, options)
     plain, hidden = replace(options, recompute="none"), c * model.hidden

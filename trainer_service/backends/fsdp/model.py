@@ -7,7 +7,7 @@ change and have the dtype of the computation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,22 +20,32 @@ from torch.distributed.tensor import DTensor
 from areal_async.base.log import get_logger
 from areal_async.config.job import LoraSection
 from areal_async.models.accelerator import with_exact_rotations
+from areal_async.models.classes import is_multimodal
 from areal_async.models.files import looks_beyond_tokens
+from areal_async.models.vision import NoImages
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse
 from trainer_service.backends.common import ChangingModel
 from trainer_service.backends.fsdp.attention import takes_ragged
 from trainer_service.backends.fsdp.compiled import Compile, compile_blocks
-from trainer_service.backends.fsdp.forward import fitted, packed_columns, probe_packing, require_packable
-from trainer_service.backends.fsdp.loading import load_sharded, local_part
+from trainer_service.backends.fsdp.forward import (
+    fitted,
+    packed_columns,
+    probe_images,
+    probe_packing,
+    require_packable,
+)
+from trainer_service.backends.fsdp.images import ModelImages
+from trainer_service.backends.fsdp.loading import Vision, load_sharded, local_part
 from trainer_service.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from trainer_service.backends.fsdp.recompute import recompute_blocks
 from trainer_service.backends.fsdp.routing import RouteReplay
 from trainer_service.backends.fsdp.sequence import SequenceRanks
 from trainer_service.backends.fsdp.shards import read_shard, write_shard
 from trainer_service.backends.probe import PROBED, probe_rows
+from trainer_service.data.images import reader_of
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 from trainer_service.durable_files import FileEntry
-from trainer_service.errors import ModelError
+from trainer_service.errors import ModelError, UnfitModel
 from trainer_service.ranks import Ranks
 
 log = get_logger("trainer")
@@ -52,6 +62,10 @@ class FsdpOptions:
     recompute: str = "none"
     offload_optimizer: bool = False
     compile: Compile = "off"
+    vision: Vision = "frozen"
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    """Bounds of an image's pixels, as in `ImageProcessor`."""
     lora: LoraSection | None = None
     seed: int = 0
     """Seed of the adapters' initial values."""
@@ -77,9 +91,9 @@ class HeldModel(ChangingModel):
         lora, dtype = options.lora if name == TRAINED_MODEL else None, options.dtype
         held = torch.float32 if use.follows or (use.optimizer is not None and lora is None) else dtype
         require_packable(name, use.folder)
-        self.loaded = load_sharded(
-            use.folder, ranks, dtype, held=held, head=use.head, lora=lora, seed=options.seed
-        )
+        vision = options.vision if name == TRAINED_MODEL else "frozen"
+        how = {"held": held, "head": use.head, "lora": lora, "vision": vision, "seed": options.seed}
+        self.loaded = load_sharded(use.folder, ranks, dtype, **how)
         self.module = self.loaded.module
         with_exact_rotations(self.module)
         if use.optimizer is None:
@@ -89,8 +103,8 @@ class HeldModel(ChangingModel):
             _check_sequence(self.module, shared, name)
         has_sinks = any(each.endswith(".sinks") for each, _ in self.module.named_parameters())
         ragged = takes_ragged(name, self.module.config, ranks, dtype, has_sinks=has_sinks)
-        probe_packing(name, self.loaded, ranks, use.head, self.sequence, ragged=ragged)
-        self.side_by_side: bool = self.module.side_by_side
+        self.side_by_side = probe_packing(name, self.loaded, ranks, use.head, self.sequence, ragged=ragged)
+        self._images, self._no_images = self._images_of(use, options, vision)
         # The first pass of FSDP may move the local shards, so the optimizer gets them after it.
         parameters = self.module.named_parameters()
         changing = {name: each for name, each in parameters if each.requires_grad or use.follows}
@@ -102,6 +116,34 @@ class HeldModel(ChangingModel):
             self._adamw = ShardedAdamW(self.shards, use.optimizer, offload=options.offload_optimizer)
         self._replay: RouteReplay | None = None
         compile_blocks(name, self.module, options.compile, ranks, self._try_passes)
+
+    def _images_of(
+        self, use: ModelUse, options: FsdpOptions, vision: Vision
+    ) -> tuple[ModelImages | None, str]:
+        """Return the images of the model; None with the reason if it cannot be used for images. Raises
+        `ModelError` if its vision tower is to be trained, but cannot."""
+        name, model, ranks = self.name, self.module, self._ranks
+        images, reason = None, ""
+        try:
+            if use.head == "value":
+                raise NoImages("it has a value layer in place of its output layer")
+            ModelImages.require_known(model)
+            reader = reader_of(use.folder, options.min_pixels, options.max_pixels)
+            images = ModelImages(reader, trained=vision == "trained")
+        except NoImages as error:
+            reason = str(error)
+        if failed := ranks.largest(ranks.rank + 1 if reason else 0):
+            images, reason = None, reason or f"rank {failed - 1} cannot read images, as its log says"
+        if images is not None:
+            try:
+                probe_images(name, self.loaded, ranks, images, self.sequence)
+            except UnfitModel as error:
+                images, reason = None, str(error)
+        if reason and vision == "trained":
+            raise ModelError(f"trainer.backend_args.vision: {reason}. Set it to frozen.")
+        if reason and is_multimodal(model.config):
+            log.warning("the model is trained on text alone", model=name, reason=reason)
+        return images, reason
 
     def _try_passes(self) -> None:
         """Run a pass of each kind over plain rows and over rows that share a prefix."""
@@ -120,6 +162,18 @@ class HeldModel(ChangingModel):
 
     def fitted(self, batch: MicroBatch) -> MicroBatch:
         return fitted(self.module, batch, self.sequence)
+
+    def ready(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches, each as a pass of the model needs it. All ranks call it. Raises
+        `ModelError` for images that the model cannot be used for."""
+        if self._images is not None:
+            batches = self._images.agreed(self.module, batches, self._ranks)
+        elif any(batch.images is not None for batch in batches):
+            raise ModelError(
+                f"the data has images, and the model {self.name!r} cannot be trained on them: "
+                f"{self._no_images}"
+            )
+        yield from map(self.fitted, batches)
 
     @contextmanager
     def routed(self, batch: MicroBatch) -> Iterator[None]:

@@ -68,7 +68,7 @@ class MegatronBackend(NamedModels[MegatronModel]):
     def train(self, model: str, batches: Batches, loss_of: LossOf, *, columns: Names = LOGP) -> None:
         self._models[model].passes.train(batches, loss_of, columns)
 
-    def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
+    def export(self, model: str, *, gather: bool = False, whole: bool = True) -> Iterator[TensorPiece]:
         if gather and self._ranks.world > 1:
             return self._gathered(self._models[model])
         return self._models[model].pieces(self._options.dtype)

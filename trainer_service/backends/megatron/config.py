@@ -62,6 +62,11 @@ class Dimensions:
         if not isinstance(config, Mapping):
             raise ValueError("its config.json is no mapping")
         kind = str(config.get("model_type"))
+        if "vision_config" in config:
+            raise ValueError(
+                f"it reads images (model_type {kind}), and the back end megatron trains language models "
+                "alone. Use the back end fsdp"
+            )
         if kind not in FAMILIES:
             raise ValueError(
                 f"its model_type is {kind}: the back end megatron loads {', '.join(FAMILIES)}. Use the back "

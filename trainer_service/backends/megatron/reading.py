@@ -49,7 +49,7 @@ class MegatronReader:
         """Read from the checkpoint in `folder` from now on."""
         self._folder = folder
 
-    def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
+    def export(self, model: str, *, gather: bool = False, whole: bool = True) -> Iterator[TensorPiece]:
         """Yield the policy's tensors, one at a time. Raises `CheckpointError`, or `KeyError` for another
         model."""
         if model != TRAINED_MODEL:
