@@ -33,6 +33,8 @@ class RankRecord(WithSchema, frozen=True):
     """Episode id -> (offset, size) in the rank's file of blobs."""
     routes: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
     """Episode id -> (offset, size) of its routes in the same file, if it has any."""
+    media: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
+    """Digest -> (offset, size) of an image in the same file."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class RecordedStep:
     """Episode id -> codec blob."""
     routes: Mapping[str, bytes] = field(default_factory=dict)
     """Episode id -> bytes of its routes, if it has any."""
+    media: Mapping[str, bytes] = field(default_factory=dict)
+    """Digest -> bytes of an image of these episodes."""
 
 
 def write_step(
@@ -53,6 +57,7 @@ def write_step(
     *,
     minibatches: Sequence[tuple[float, float]] = (),
     routes: Mapping[str, Any] | None = None,
+    media: Mapping[str, Any] | None = None,
     rank: int = 0,
 ) -> None:
     """Record one rank's part of a trained step under `root` (the run's `batches` folder). Raises `DiskFull`.
@@ -61,17 +66,18 @@ def write_step(
     folder = root / f"step-{batch.step:06d}"
     places: dict[str, tuple[int, int]] = {}
     routes_at: dict[str, tuple[int, int]] = {}
+    media_at: dict[str, tuple[int, int]] = {}
     offset = 0
     with room_for("a recorded batch", root):
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"episodes-{rank}.bin", "wb") as file:
-            for kept, into in ((blobs, places), (routes or {}, routes_at)):
-                for episode_id, blob in kept.items():
-                    size = file.write(blob)
-                    into[episode_id] = (offset, size)
+            for kept, into in ((blobs, places), (routes or {}, routes_at), (media or {}, media_at)):
+                for name, data in kept.items():
+                    size = file.write(data)
+                    into[name] = (offset, size)
                     offset += size
         losses, norms = [loss for loss, _ in minibatches], [norm for _, norm in minibatches]
-        record = RankRecord(SCHEMA, batch, losses, norms, places, routes_at)
+        record = RankRecord(SCHEMA, batch, losses, norms, places, routes_at, media_at)
         # The file gets its name only when it is complete, so a step with this file is whole.
         write_whole(folder / f"step-{rank}.msgpack", msgspec.msgpack.encode(record))
 
@@ -109,6 +115,7 @@ def read_step(root: str | Path, step: int) -> RecordedStep:
     folder = Path(root) / f"step-{step:06d}"
     blobs: dict[str, bytes] = {}
     routes: dict[str, bytes] = {}
+    media: dict[str, bytes] = {}
     records = []
     try:
         for path in sorted(folder.glob("step-*.msgpack")):
@@ -122,6 +129,7 @@ def read_step(root: str | Path, step: int) -> RecordedStep:
             data = (folder / f"episodes-{rank}.bin").read_bytes()
             blobs |= {name: data[start : start + size] for name, (start, size) in record.blobs.items()}
             routes |= {name: data[start : start + size] for name, (start, size) in record.routes.items()}
+            media |= {name: data[start : start + size] for name, (start, size) in record.media.items()}
             records.append(record)
     except (OSError, msgspec.DecodeError) as error:
         raise BatchError(f"recorded step {folder} cannot be read: {error}") from error
@@ -132,4 +140,4 @@ def read_step(root: str | Path, step: int) -> RecordedStep:
     missing = [name for name in named if name not in blobs]
     if missing:
         raise BatchError(f"recorded step {folder} lacks {len(missing)} of its episodes, such as {missing[0]}")
-    return RecordedStep(first.batch, first.losses, first.grad_norms, blobs, routes)
+    return RecordedStep(first.batch, first.losses, first.grad_norms, blobs, routes, media)

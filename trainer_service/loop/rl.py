@@ -351,6 +351,7 @@ class RlTrainer:
             batch,
             blobs if owns else {},
             routes=blobs.routes if owns else {},
+            media=blobs.media if owns else {},
             minibatches=minibatches,
             rank=self._ranks.rank,
         )

@@ -100,8 +100,10 @@ def test_a_recorded_step_is_read_back_from_all_ranks(tmp_path, make_batch):
     ids = list(blobs)
     for rank, mine in enumerate((ids[::2], ids[1::2])):
         views = {name: memoryview(blobs[name]) for name in mine}
-        write_step(tmp_path, batch, views, minibatches=[(0.5, 1.0), (-0.25, 2.0)], rank=rank)
+        more = {"media": {"blake3:aa": b"of both", f"blake3:{rank}": b"%d" % rank}, "rank": rank}
+        write_step(tmp_path, batch, views, minibatches=[(0.5, 1.0), (-0.25, 2.0)], **more)
     step = read_step(tmp_path, 2)
+    assert step.media == {"blake3:aa": b"of both", "blake3:0": b"0", "blake3:1": b"1"}
     assert step.batch == batch
     assert step.blobs == blobs
     assert (step.losses, step.grad_norms) == ([0.5, -0.25], [1.0, 2.0])
