@@ -105,8 +105,8 @@ SPOILT = [
         "unknown to the model's tokenizer",
     ),
     (lambda folder: make_tokenizer(TOKENS).save_pretrained(folder / "model"), "and the model has 16"),
-    (have_tasks("1+1=", images=["a.png"]), "images", ONLY_TEXT),
-    (have_tasks("1+1=", videos=["a.mp4"]), "videos", ONLY_TEXT),
+    (have_tasks("1+1=", images=["a.png"]), "column `images`: image 1: the file ", "a.png cannot be read"),
+    (have_tasks("1+1=", videos=["a.mp4"]), "videos", "only texts and images are trained here"),
     (have_tasks("<image>1+1="), "<image>", ONLY_TEXT),
     (have_tasks(IMAGE), "no text", ONLY_TEXT),
 ]
