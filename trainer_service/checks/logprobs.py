@@ -145,7 +145,7 @@ def rows_to_compare(
             kept &= ~approximate
         return kept
 
-    return cut_rows(episode, item.index, comparable, policy, places, mixture)
+    return cut_rows(episode, item.index, comparable, policy, places, mixture, item.media)
 
 
 def _epochs(episode: Episode) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from areal_async.trajectory import (
     PolicyVersions,
     Row,
     TrajectoryError,
+    row_media,
     seen_by,
     training_rows,
     unpack_many,
@@ -33,7 +35,8 @@ from areal_async.trajectory import (
 from areal_async.trajectory.layout import ROUTES, SegmentFlag, Segments
 from areal_async.trajectory.routes import no_route, route_type
 from trainer_service.algorithms.table import agent_id
-from trainer_service.data.rows import TrainingRow, joined
+from trainer_service.data.loader import FetchedBytes
+from trainer_service.data.rows import RowImage, TrainingRow, joined
 from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
 
 log = get_logger("trainer")
@@ -57,6 +60,8 @@ class EpisodeBytes(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Numbers of the rows that this rank trains; None for all."""
     routes: Any = None
     """Bytes of the episode's routes; None if it has none."""
+    media: Mapping[str, Any] = {}
+    """Bytes of images by digest, also of other episodes."""
 
 
 def fetched_episodes(
@@ -67,9 +72,10 @@ def fetched_episodes(
 ) -> list[EpisodeBytes]:
     """Return the bytes of the episodes of a share (index -> numbers of its rows). `blobs` and `routes` have
     the bytes by episode id."""
+    media = blobs.media if isinstance(blobs, FetchedBytes) else {}
     named = [(episodes[index], index, places) for index, places in share.items()]
     return [
-        EpisodeBytes(blobs[each.episode_id], each, index, places, routes.get(each.episode_id))
+        EpisodeBytes(blobs[each.episode_id], each, index, places, routes.get(each.episode_id), media)
         for each, index, places in named
     ]
 
@@ -107,6 +113,11 @@ def rows_of_episodes(
     keep = joined([row.mask for row in whole], np.bool_)
     keep &= joined([row.versions for row in whole], np.int32) >= lowest_version
     rows = _cut(whole, indices, keep, temperatures, mixture)
+    media = {item.index: item.media for item in items}
+    rows = [
+        found and pictured(found, row, episodes[found.episode], media[found.episode])
+        for row, found in zip(whole, rows, strict=True)
+    ]
     if with_places:
         rows = [
             found and placed(found, row, episodes[found.episode])
@@ -122,6 +133,19 @@ def rows_of_episodes(
             if found is not None and (item.places is None or place in item.places)
         ]
     return chosen
+
+
+def pictured(found: TrainingRow, row: Row, episode: Episode, media: Mapping[str, Any]) -> TrainingRow:
+    """Return the row `found`, which was cut from `row`, with its images. Raises `BatchError` if the bytes of
+    an image are not in `media`."""
+    if not episode.header.media:
+        return found
+    named = [each for each in row_media(episode, row) if each[1] < len(found.token_ids)]
+    for each, _ in named:
+        if each.digest not in media:
+            raise BatchError(f"no bytes of the image {each.digest} of episode {episode.episode_id} have come")
+    images = (RowImage(each.digest, media[each.digest], first, each.n_units) for each, first in named)
+    return replace(found, images=tuple(images))
 
 
 def placed(found: TrainingRow, row: Row, episode: Episode) -> TrainingRow:
@@ -230,8 +254,10 @@ def cut_rows(
     policy: str,
     places: Collection[int],
     mixture: Mixture | None = None,
+    media: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[TrainingRow]:
-    """Return the rows of an episode at `places`, cut to the units that `mask_of` selects.
+    """Return the rows of an episode at `places`, cut to the units that `mask_of` selects. `media` has the
+    bytes of images by digest.
 
     `mask_of` returns bool or u8 [T] for a row. A row without units is left out. `index` is the episode's
     index in the manifest. `mixture` is as in `rows_of_episodes`."""
@@ -240,7 +266,8 @@ def cut_rows(
     rows = [row for place, row in enumerate(_training_rows(episode)) if place in places]
     keep = joined([mask_of(row) for row in rows], np.bool_)
     found = _cut(rows, [index] * len(rows), keep.astype(np.bool_), [temperature] * len(rows), mixture)
-    return [row for row in found if row is not None]
+    both = zip(rows, found, strict=True)
+    return [pictured(each, row, episode, media) for row, each in both if each is not None]
 
 
 def _cut(

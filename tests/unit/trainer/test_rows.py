@@ -12,8 +12,11 @@ from tests.unit.trainer.conftest import entry_of
 from trainer_service.data.episode_rows import (
     EpisodeBytes,
     check_staleness,
+    cut_rows,
+    fetched_episodes,
     rows_of_episodes,
 )
+from trainer_service.data.loader import FetchedBytes
 from trainer_service.data.microbatch import build_micro_batch
 from trainer_service.data.rows import row_of
 from trainer_service.data.units import build_units
@@ -253,3 +256,35 @@ def test_units_below_the_lowest_version_are_in_no_row():
     check_staleness([row], step=3, max_staleness=1)
     entry = entry_of(episode, lowest_version=3)
     assert _rows_of(pack(episode), entry, 3) == []
+
+
+def test_rows_have_the_images_of_their_tokens_and_an_image_without_bytes_is_named():
+    builder = _builder()
+    prompt = builder.prompt([1, 2, 3, 4])
+    builder.media(prompt, "blake3:aa", "image/png", 3, 1, 2)
+    for branch, name in enumerate(("bb", "cc")):
+        call = _sampled(builder, [5], prompt)
+        tool = builder.observed(SegmentKind.TOOL, [7, 8, 9], call)
+        builder.media(tool, f"blake3:{name}", "image/png", 3, 0, 2)
+        last = _sampled(builder, [6], tool)
+        builder.media(
+            builder.observed(SegmentKind.TOOL, [7], last), "blake3:dd", "image/png", 3, 0, 1 - branch
+        )
+    episode = builder.build()
+    blobs = FetchedBytes({episode.episode_id: memoryview(pack(episode))})
+    blobs.media = {f"blake3:{name}": name.encode() for name in ("aa", "bb", "cc", "dd")}
+    (item,) = fetched_episodes([entry_of(episode)], {0: [0, 1]}, blobs, {})
+
+    def told(rows):
+        return [
+            [(each.digest, bytes(each.data), each.first, each.count) for each in row.images] for row in rows
+        ]
+
+    expected = [
+        [("blake3:aa", b"aa", 1, 2), (f"blake3:{name}", name.encode(), 5, 2)] for name in ("bb", "cc")
+    ]
+    assert told(rows_of_episodes([item], policy="policy", with_places=True)) == expected
+    assert told(cut_rows(episode, 0, lambda row: row.mask, "policy", [1], media=blobs.media)) == expected[1:]
+    del blobs.media["blake3:cc"]
+    with pytest.raises(BatchError, match=r"no bytes of the image blake3:cc of episode t#0\.0"):
+        rows_of_episodes([item], policy="policy")
