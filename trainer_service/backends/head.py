@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from areal_async.models.classes import logits_scaling
+from areal_async.models.files import placeholder_ids
 from trainer_service.backends.base import Columns
 from trainer_service.backends.fsdp.memory import logits_bytes
 from trainer_service.data.microbatch import MicroBatch
@@ -36,6 +37,8 @@ from trainer_service.errors import ModelError
 ALIGNED = 64
 """Tiles wider than this number have a width that is a multiple of the number, because products are slower on
 unaligned rows."""
+EXCLUDED = -1e30
+"""Logit of a token with probability 0. An infinite one would make the entropy NaN."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Head:
     """Token id of this rank's first row."""
     group: dist.ProcessGroup | None = None
     """Ranks that together have all rows; None if this rank has all of them."""
+    never: tuple[int, ...] = ()
+    """Token ids that no engine samples, such as placeholders of images. They have probability 0."""
 
     @classmethod
     def of(cls, model: Any) -> Head:
@@ -64,7 +69,8 @@ class Head:
                 f"the output layer of {model.config.model_type} is a {type(layer).__name__}: the trainer "
                 "computes log-probs of models whose output layer is one linear layer."
             )
-        return cls(layer.weight, layer.bias, *logits_scaling(model.config))
+        never = placeholder_ids(model.config.to_dict())
+        return cls(layer.weight, layer.bias, *logits_scaling(model.config), never=never)
 
     def tiles(self, hidden: Tensor, *, spare: int = 0) -> Iterator[tuple[slice, Tensor]]:
         """Yield tiles [start, stop) of the vocabulary, each with a buffer [S, stop - start] for its logits.
@@ -95,6 +101,13 @@ class Head:
             logits.mul_(self.scale)
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
+    def exclude(self, logits: Tensor, tile: slice) -> Tensor:
+        """Make the probabilities of the ids in `never` 0, in place."""
+        for token in self.never:
+            if tile.start <= token - self.first < tile.stop:
+                logits[:, token - self.first - tile.start] = EXCLUDED
+        return logits
+
 
 class _Columns(torch.autograd.Function):
     """Autograd function for logp f32 [S] and entropy f32 [S] of units. The entropy is empty if not
@@ -114,7 +127,7 @@ class _Columns(torch.autograd.Function):
         chosen = torch.zeros_like(temperature)
         sums, entropies = [], []
         for tile, out in head.tiles(hidden, spare=int(with_entropy)):
-            z = head.logits(hidden, tile, out).div_(temperature[:, None])
+            z = head.exclude(head.logits(hidden, tile, out), tile).div_(temperature[:, None])
             local, inside = _within(target - head.first, tile)
             chosen = torch.where(inside, z.gather(1, local)[:, 0], chosen)
             highest = z.amax(1, keepdim=True)
@@ -154,7 +167,7 @@ class _Columns(torch.autograd.Function):
         for tile, out in head.tiles(hidden, spare=(of_entropy is not None) + (head.cap is not None)):
             z = head.logits(hidden, tile, out)
             slope = None if head.cap is None else (z / head.cap).square_().neg_().add_(1)
-            z.div_(temperature[:, None]).sub_(log_sum[:, None])
+            head.exclude(z, tile).div_(temperature[:, None]).sub_(log_sum[:, None])
             # Gradient of logp: 1[token] - p. Gradient of the entropy: -p (log p + entropy).
             if of_entropy is None:
                 z.exp_().mul_(-g[:, None])
@@ -269,7 +282,7 @@ def _greedy(head: Head, hidden: Tensor, target: Tensor) -> Tensor:
     best = torch.full(target.shape, -torch.inf, device=target.device)
     token = torch.zeros_like(target)
     for tile, out in head.tiles(hidden):
-        highest, index = head.logits(hidden, tile, out).max(1)
+        highest, index = head.exclude(head.logits(hidden, tile, out), tile).max(1)
         token = torch.where(highest > best, index + tile.start + head.first, token)
         best = torch.maximum(best, highest)
     if head.group is not None:  # ties go to the first, as above

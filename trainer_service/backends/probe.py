@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from areal_async.models.accelerator import exact_products
-from areal_async.models.files import unknown_arguments
+from areal_async.models.files import placeholder_ids, unknown_arguments
 from trainer_service.backends.base import LOGP, Columns, ModelHead, Names
 from trainer_service.data.rows import TrainingRow, row_of
 from trainer_service.errors import ModelError, UnfitModel
@@ -76,8 +76,9 @@ def own_columns(
     device: Any,
     more_of: Callable[[TrainingRow], Mapping[str, Tensor]] = lambda row: {},
 ) -> Columns:
-    """Return the columns of the rows from the model's own eager forward pass, one row at a time. `more_of`
-    returns further arguments of the pass over a row."""
+    """Return the columns of the rows from the model's own eager forward pass, one row at a time, without the
+    tokens that no engine samples. `more_of` returns further arguments of the pass over a row."""
+    never = placeholder_ids(model.config.to_dict())
     model.set_attn_implementation("eager")
     forward = partial(type(model).forward, model, use_cache=False)
     found: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -93,8 +94,9 @@ def own_columns(
         if "value" in names:
             found["value"].append(values[places - 1])
         if "logp" in names:
-            logp = forward(input_ids=ids[None], **more_of(row)).logits[0].float().log_softmax(-1)[places - 1]
-            found["logp"].append(logp.gather(1, ids[places][:, None])[:, 0])
+            logits = forward(input_ids=ids[None], **more_of(row)).logits[0, places - 1].float()
+            logits[:, [token for token in never if token < logits.shape[1]]] = -torch.inf
+            found["logp"].append(logits.log_softmax(-1).gather(1, ids[places][:, None])[:, 0])
     return {name: torch.cat(values) for name, values in found.items()}
 
 

@@ -1,5 +1,7 @@
 """Log-probs, entropies and their gradients in tiles are those of the whole logits."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -38,19 +40,21 @@ def _plain(head, hidden, batch):
     logits = logits * head.scale
     if head.cap is not None:
         logits = head.cap * torch.tanh(logits / head.cap)
+    kept = torch.tensor([token for token in range(logits.shape[1]) if token not in head.never])
+    logits, target = logits[:, kept], torch.searchsorted(kept, batch.target)
     logp = (logits / batch.temperature[:, None]).log_softmax(-1)
     return {
-        "logp": logp.gather(1, batch.target[:, None])[:, 0],
+        "logp": logp.gather(1, target[:, None])[:, 0],
         "entropy": -(logp.exp() * logp).sum(-1),
-        "greedy": logits.argmax(-1) == batch.target,
+        "greedy": logits.argmax(-1) == target,
     }
 
 
-def _head(vocabulary, width, *, dtype=torch.float32, bias=False, scale=1.0, cap=None, seed=0):
+def _head(vocabulary, width, *, dtype=torch.float32, bias=False, scale=1.0, cap=None, seed=0, never=()):
     random = torch.Generator().manual_seed(seed)
     weight = (torch.randn(vocabulary, width, generator=random) * 3 / width**0.5).to(dtype)
     shift = torch.randn(vocabulary, generator=random).to(dtype).requires_grad_() if bias else None
-    return Head(weight.requires_grad_(), shift, scale, cap)
+    return Head(weight.requires_grad_(), shift, scale, cap, never=never)
 
 
 def _gradients(columns_by, head, hidden, batch, names, coefficients):
@@ -79,6 +83,7 @@ def _both(head, batch, names):
         None if head.bias is None else head.bias.detach().float().requires_grad_(),
         head.scale,
         head.cap,
+        never=head.never,
     )
     exact = hidden.detach().float().requires_grad_()
     return own, _gradients(_plain, wide, exact, batch, names, coefficients)
@@ -93,11 +98,20 @@ def narrow(monkeypatch):
 @pytest.mark.parametrize("names", [("logp",), ("entropy",), ("logp", "entropy")], ids="+".join)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"bias": True}, {"scale": 0.25}, {"cap": 4.0}, {"bias": True, "scale": 3.0, "cap": 2.0}],
-    ids=["plain", "bias", "scale", "cap", "all"],
+    [
+        {},
+        {"bias": True},
+        {"scale": 0.25},
+        {"cap": 4.0},
+        {"never": (0, *range(60, 97))},
+        {"bias": True, "scale": 3.0, "cap": 2.0, "never": (5, 40)},
+    ],
+    ids=["plain", "bias", "scale", "cap", "never", "all"],
 )
 def test_tiles_compute_what_the_whole_does(names, options, narrow):
     head, batch = _head(97, 24, **options), _batch(53, 97)
+    sampled = [token for token in range(97) if token not in head.never]
+    batch = replace(batch, target=torch.tensor(sampled)[batch.target % len(sampled)])
     own, exact = _both(head, batch, names)
     for name in names:
         torch.testing.assert_close(own[0][name], exact[0][name], atol=1e-5, rtol=1e-5)
