@@ -48,6 +48,8 @@ def load_backend(job: JobConfig, ranks: Ranks, *, policy_alone: bool = False) ->
         options |= {"lora": section.lora, "seed": job.seed}
     if hasattr(part, "axes"):
         options["grid"] = RankGrid.of(section)
+    if getattr(part, "trains_images", False):
+        options["pixels"] = job.rollout.images.pixels
     chosen = {TRAINED_MODEL: models[TRAINED_MODEL]} if policy_alone else models
     backend: TrainingBackend = part(chosen, ranks, **options)
     return backend

@@ -22,6 +22,7 @@ class Fsdp:
     trains_adapters = True
     replays_routes = True
     sleeps = True
+    trains_images = True
     axes = ("data", "shard", "sequence")
 
     class Arguments(Section):
