@@ -31,7 +31,7 @@ class ImageError(ArealError):
 
 
 class ImageFacts(NamedTuple):
-    """What the header of an image says, and the digest of its bytes."""
+    """Facts from the header of an image, and the digest of its bytes."""
 
     digest: str
     """`blake3:<hex>`"""
