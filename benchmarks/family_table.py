@@ -352,7 +352,7 @@ class Family:
         return max(float((found[e] - wanted[e]).abs().max()) for e in wanted)
 
     def megatron(self) -> float:
-        """In another process, because Megatron-Core on a CPU needs replacements of what calls CUDA."""
+        """Measure in another process, because Megatron-Core on a CPU needs replacements for calls of CUDA."""
         self._by_process("--megatron")
         return float((self.folder / "megatron.json").read_text())
 

@@ -28,7 +28,7 @@ def job(tmp_path: Path) -> JobConfig:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system in memory with room for 4 MiB."""
+    """A file system in memory with room for 4 MiB, which is unmounted also if this process is killed."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if os.getuid() != 0:
@@ -36,8 +36,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], check=False)
     if mounted.returncode != 0:
         pytest.skip("needs the right to mount a tmpfs")
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
+    # The shell reads to the end of its input, which comes when this process ends, however it ends.
+    last = ["sh", "-c", 'read -r line; umount -l "$1"', "sh", disk]
+    with subprocess.Popen(last, stdin=subprocess.PIPE, start_new_session=True) as unmounts:
+        yield disk
+    assert unmounts.returncode == 0
 
 
 @pytest.fixture

@@ -67,7 +67,9 @@ def run(folder, *arguments, environment=None, **files):
     record = folder / "history.jsonl"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     clean |= {history.VARIABLE: str(record), **(environment or {})}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, str(folder)]
+    # With a base folder of its own, the run does not clean the shared one, and warns of nothing found there.
+    own = ["-p", "no:cacheprovider", f"--basetemp={folder / 'base'}"]
+    command = [sys.executable, "-m", "pytest", *own, *arguments, str(folder)]
     done = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, timeout=LIMIT_S)
     return done.returncode, done.stdout + done.stderr, list(history.records(record))
 

@@ -22,9 +22,10 @@ from tests.unit.rollout.conftest import save_model
 from tests.unit.rollout.test_local_core import run
 
 BOUND = 1e-4
-"""In float32. bfloat16 keeps 8 bits, and rounds in each layer: there the engine may be further from the same
-weights in float32 than transformers' own pass by this factor, on average and at most."""
+"""Bound in float32."""
 ROUNDS_MORE = 1.5
+"""Factor by which the engine in bfloat16 may be further from the same weights in float32 than the own pass of
+transformers is, on average and at most. bfloat16 keeps 8 bits, and rounds in each layer."""
 TIE = {"float32": 1e-4, "bfloat16": 0.3}
 """A greedy choice is compared only where the reference's best two logits lie further apart."""
 
