@@ -161,7 +161,7 @@ class Vision:
         ids, (span,) = self._processor.expand(self._processor.placeholder, [image])
         half = len(text_ids) // 2
         whole = np.array([*text_ids[:half], *ids, *text_ids[half:]], np.int32)
-        media = RequestImage("trial", file.getvalue(), half + span.first, span.count)
+        media = RequestImage("trial", file.getvalue(), half + span.first, span.size)
         inputs = dict(self._processor.features([image]))
         if self._rope_index is not None:
             kinds = torch.from_numpy(whole == self._processor.placeholder_id)
