@@ -5,7 +5,7 @@
 
 An image of 32 x 32 pixels has 16 cells, some of which are red, green or blue squares. A task asks how many
 squares have one of the colours: `r=` asks for the red ones. The model has the classes of Qwen2.5-VL (or of
-Qwen3-VL with `--kind qwen3_vl`) and is trained here until it counts some 35 to 45 % of the held-out images
+Qwen3-VL with `--kind qwen3_vl`) and is trained here until it counts some 40 % of the held-out images
 right. The job goes on from there with the right number as its only reward.
 """
 
@@ -36,10 +36,12 @@ N_TRAIN, N_HELD_OUT = 2000, 256
 CELLS, CELL = 4, 8
 """Cells in a row of an image, and the pixels of a cell's side. A cell is one token."""
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 70, 220)}
-MOST = 6
+MOST = 4
 """Largest number of squares of one colour."""
-ENOUGH = 0.35
+ENOUGH = 0.38
 """Share of right answers at which the training here ends."""
+SPREAD = 0.05
+"""Standard deviation of the first weights. With the 0.02 of large models, this small one learns slowly."""
 
 MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHAT = (
@@ -86,7 +88,8 @@ def config_of(kind: str, tokenizer: Any) -> Any:
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
         "intermediate_size": 256,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 2,
+        "initializer_range": SPREAD,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
@@ -98,6 +101,7 @@ def config_of(kind: str, tokenizer: Any) -> Any:
     }
     vision = {
         "depth": 2,
+        "initializer_range": SPREAD,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_heads": 2,
@@ -107,7 +111,7 @@ def config_of(kind: str, tokenizer: Any) -> Any:
         "temporal_patch_size": 2,
     }
     if kind == "qwen2_5_vl":
-        vision |= {"window_size": 2 * CELL, "fullatt_block_indexes": [1]}
+        vision |= {"window_size": CELLS * CELL, "fullatt_block_indexes": [1]}
         return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **marks)
     vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
     text |= {"head_dim": 32, "rope_parameters": rope | {"mrope_interleaved": True}}
@@ -172,15 +176,17 @@ class Inputs:
 
 def warm_up(model: Any, train: Inputs, held_out: Inputs, seed: int) -> float:
     """Train the model until it is right often enough, and return how often that is."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
+    rate = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 30, total_iters=30)
     random_ = torch.Generator().manual_seed(seed)
     accuracy = 0.0
-    for step in range(1, 2001):
+    for step in range(1, 501):
         loss = train.loss(model, torch.randint(len(train.answers), (64,), generator=random_))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 20 == 0:
+        rate.step()
+        if step % 10 == 0:
             accuracy = held_out.accuracy(model)
             print(f"warm-up: step {step}, loss {loss.item():.3f}, right {accuracy:.3f}", flush=True)
             if accuracy >= ENOUGH:
