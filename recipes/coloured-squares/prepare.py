@@ -1,7 +1,7 @@
 """Images, a small model that reads them, and the job file.
 
     python recipes/coloured-squares/prepare.py --out runs/squares-files --seed 0
-    areal-async run runs/squares-files/tiny.yaml
+    areal-async run runs/squares-files/job.yaml
 
 An image of 32 x 32 pixels has 16 cells, some of which are red, green or blue squares. A task asks how many
 squares have one of the colours: `r=` asks for the red ones. The model has the classes of Qwen2.5-VL (or of
@@ -36,7 +36,7 @@ N_TRAIN, N_HELD_OUT = 2000, 256
 CELLS, CELL = 4, 8
 """Cells in a row of an image, and the pixels of a cell's side. A cell is one token."""
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 70, 220)}
-MOST = 4
+MOST = 3
 """Largest number of squares of one colour."""
 ENOUGH = 0.38
 """Share of right answers at which the training here ends."""
@@ -77,6 +77,15 @@ def example(draw: random.Random) -> Example:
         pen.rectangle((left + 1, top + 1, left + CELL - 2, top + CELL - 2), fill=shade)
     colour = draw.choice([*COLOURS])
     return Example(image, colour, counts[colour])
+
+
+def different_examples(draw: random.Random, count: int) -> list[Example]:
+    """Return examples of which no two have the same image and colour."""
+    found: dict[tuple[bytes, str], Example] = {}
+    while len(found) < count:
+        one = example(draw)
+        found[one.image.tobytes(), one.colour] = one
+    return [*found.values()]
 
 
 def config_of(kind: str, tokenizer: Any) -> Any:
@@ -210,8 +219,9 @@ def prepare(out: Path, seed: int, kind: str) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    draw = random.Random(seed)
-    train, held_out = ([example(draw) for _ in range(count)] for count in (N_TRAIN, N_HELD_OUT))
+    torch.set_num_threads(1)  # more threads do not help a model of this size
+    examples = different_examples(random.Random(seed), N_TRAIN + N_HELD_OUT)
+    train, held_out = examples[:N_TRAIN], examples[N_TRAIN:]
     write_images(out, "train", train)
     write_images(out, "held_out", held_out)
     model = write_model(out / "model", kind)
@@ -220,7 +230,7 @@ def prepare(out: Path, seed: int, kind: str) -> None:
     inputs = [Inputs(processor, tokenizer, examples) for examples in (train, held_out)]
     warm_up(model, *inputs, seed)
     model.save_pretrained(out / "model")
-    copy_files(HERE, out, "tiny.yaml")
+    copy_files(HERE, out, "job.yaml")
 
 
 def main() -> None:
