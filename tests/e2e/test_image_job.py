@@ -143,22 +143,23 @@ def test_an_image_job_outlives_the_death_of_its_roles_with_true_versions_and_no_
             assert kinds == [SegmentKind.PROMPT, SegmentKind.TOOL, SegmentKind.TOOL]
             assert sum(each.n_units for each in episode.header.media) == (episode.units.token_id == pad).sum()
     assert media_groups(run.folder) <= held_groups(run)
-    spans = spans_of(run, steps)
+    spans = spans_of(run, steps, most=4)
     assert spans.worst < 1e-4
     assert spans.within > 0, "weights were meant to arrive in the middle of an answer"
     assert spans.wrong > 1e-3, "the versions must differ enough for a wrong stamp to show"
 
 
 def test_a_job_goes_on_without_the_groups_whose_images_were_lost(workspace: Workspace, running: Any) -> None:
-    steps = 6
-    job_file = image_job(workspace, "lost", steps)
+    job_file = image_job(workspace, "lost", steps=8)
     with running("run", job_file) as job:
+
+        def lost() -> bool:
+            for path in (job.folder / "buffer" / "episodes").glob(f"{MEDIA}*"):
+                path.unlink(missing_ok=True)
+            return any("dropped:bytes_lost" in each.get("counts", {}) for each in job.events("decided"))
+
         job.wait_for_steps(1)
-        for path in (job.folder / "buffer" / "episodes").glob(f"{MEDIA}*"):
-            path.unlink(missing_ok=True)
+        job.wait_for(lost, "a group whose images were lost")
         run = job.end()
-    assert run.summary["steps"] == steps
-    assert run.summary["episodes_trained"] == steps * GROUPS * SAMPLES
-    assert "trainer" not in {one["service"] for one in run.records("restart")}
-    counts = [event["counts"] for event in run.events("decided") if "counts" in event]
-    assert sum(each.get("dropped:bytes_lost", 0) for each in counts) > 0
+    assert_promises(run, job_file, steps=8)
+    assert run.records("restart") == []
