@@ -47,15 +47,29 @@ async def looking(ctx, task):
     seen = await ctx.tool(look, reply.text, parent=reply.segment)
     await ctx.generate(parent=seen.segment)
 """
+REWARD = """
+from areal_async.data.images import decode_image, digest_of
+from reward_service.sdk import RewardInput, reward
+
+
+@reward
+def seeing(given: RewardInput) -> float:
+    assert [decode_image(each.data).size[0] for each in given.media] == [16, 16, 16]
+    assert all(digest_of(each.data) == each.digest for each in given.media)
+    return given.response.count("1") / max(1, len(given.response))
+"""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     folder = tmp_path_factory.mktemp("images")
-    write_vision_model(folder / "model", "qwen3_vl")
+    for kind in ("qwen3_vl", "qwen2_5_vl"):
+        write_vision_model(folder / kind, kind)
+    (folder / "model").symlink_to("qwen3_vl")
     made = make_workspace(folder)
     (folder / "looking.py").write_text(WORKFLOW)
+    (folder / "seeing.py").write_text(REWARD)
     rows = []
     for number in range(TASKS):
         picture(16, 16 + 8 * (number % 2), number).save(folder / f"{number}.png")
@@ -65,9 +79,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return made
 
 
-def image_job(workspace: Workspace, name: str, steps: int) -> Path:
+def image_job(workspace: Workspace, name: str, steps: int, model: str = "model") -> Path:
     return workspace.job(
         name,
+        model=model,
+        reward={"name": "seeing.py:seeing"},
         rollout__group_size=SAMPLES,
         rollout__max_model_len=128,
         rollout__workflow="looking.py:looking",
@@ -150,7 +166,7 @@ def test_an_image_job_outlives_the_death_of_its_roles_with_true_versions_and_no_
 
 
 def test_a_job_goes_on_without_the_groups_whose_images_were_lost(workspace: Workspace, running: Any) -> None:
-    job_file = image_job(workspace, "lost", steps=8)
+    job_file = image_job(workspace, "lost", 8, model="qwen2_5_vl")
     with running("run", job_file) as job:
 
         def lost() -> bool:
