@@ -28,6 +28,7 @@ FORMATS = {name: f"image/{name.lower()}" for name in ("PNG", "JPEG", "WEBP", "GI
 MOST_BYTES = 20 << 20
 MOST_PIXELS = 64 << 20
 LEAST_SIDE, MOST_RATIO = 2, 200
+PREVIEW_SIDE = 128
 """Processors of vision models refuse an image whose sides differ by a larger factor."""
 
 
@@ -85,6 +86,15 @@ def decode_image(data: bytes | memoryview) -> Image:
 
 def data_url(media_type: str, data: bytes) -> str:
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def preview_of(data: bytes | memoryview) -> str:
+    """Return a small JPEG of an image as a data URL of a few kilobytes, with at most `PREVIEW_SIDE` pixels a
+    side. Raises `ImageError`."""
+    image, file = decode_image(data), io.BytesIO()
+    image.thumbnail((PREVIEW_SIDE, PREVIEW_SIDE))
+    image.save(file, "JPEG", quality=80)
+    return data_url(FORMATS["JPEG"], file.getvalue())
 
 
 def plain_image(data: bytes) -> tuple[str, bytes]:
