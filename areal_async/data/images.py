@@ -88,12 +88,12 @@ def data_url(media_type: str, data: bytes) -> str:
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 
-def preview_of(data: bytes | memoryview) -> str:
-    """Return a small JPEG of an image as a data URL of a few kilobytes, with at most `PREVIEW_SIDE` pixels a
-    side. Raises `ImageError`."""
+def preview_of(data: bytes | memoryview, side: int = PREVIEW_SIDE) -> str:
+    """Return a JPEG of an image as a data URL, with at most `side` pixels a side. By default it has a few
+    kilobytes. Raises `ImageError`."""
     image, file = decode_image(data), io.BytesIO()
-    image.thumbnail((PREVIEW_SIDE, PREVIEW_SIDE))
-    image.save(file, "JPEG", quality=80)
+    image.thumbnail((side, side))
+    image.save(file, "JPEG", quality=85)
     return data_url(FORMATS["JPEG"], file.getvalue())
 
 
