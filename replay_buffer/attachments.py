@@ -30,6 +30,7 @@ from typing import Literal, NamedTuple
 from urllib.parse import quote, unquote
 
 from areal_async.base.own_files import sync
+from areal_async.data.images import digest_of
 
 Kind = Literal["routes", "media"]
 Key = tuple[Kind, str]
@@ -223,6 +224,18 @@ class AttachmentFiles:
         except OSError:
             return None
         return memoryview(found) if len(found) == file.size_bytes else None
+
+
+def read_media(folder: Path, group_id: str) -> dict[str, bytes]:
+    """Return the media of a group by digest, from their files in `folder`, which another process may
+    write."""
+    found = {}
+    for path in folder.glob(f"{MEDIA}{quote(group_id, safe='')},*"):
+        with contextlib.suppress(FileNotFoundError):
+            data, digest = path.read_bytes(), unquote(path.name.split(",")[1])
+            if digest_of(data) == digest:  # otherwise the file is not complete yet
+                found[digest] = data
+    return found
 
 
 def _named(group_id: str, key: Key, size: int) -> AttachmentFile:
