@@ -39,6 +39,7 @@ from areal_async.base.versions import VersionTag
 from areal_async.config.devices import evaluation_rollout
 from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
+from areal_async.data.images import previews_of
 from areal_async.data.tasks import read_tasks
 from areal_async.rpc.board import board
 from areal_async.rpc.client import wait_out
@@ -188,7 +189,6 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._started, self._asked, self._answered = self.shares, 0, 0
-        self._shown = range(0)  # Tasks whose first answer may become a sample
         self.samples = self.job.evaluation.samples  # Answers per task
         self.folder = f"policies/{self.job.policy}" if self.job.policies else ""
         """Folder of the evaluated policy, relative to the run's folder."""
@@ -301,7 +301,7 @@ class Evaluator:
             sample_of(
                 unpack(answer.given.blob),
                 tokenizer.decode,
-                media=answer.media,
+                previews=previews_of(answer.media),
                 policy=self.job.policy,
                 data_source=tasks[number].data_source,
                 ground_truth=tasks[number].ground_truth,

@@ -4,8 +4,8 @@ The files are `<run>/samples/step-00000123.jsonl` and `evaluation-00000123.jsonl
 are in the policy's folder, `<run>/policies/<name>/samples/`. Each line is one episode as a JSON object;
 docs/metrics.md describes its fields. As in the records, step 123 starts from version 123.
 
-A file has at most the requested number of episodes, each with at most `MOST_UNITS` units and `MOST_IMAGES`
-previews of images. The folder has at most `MOST_FILES` files and `MOST_BYTES` bytes. Above a limit, every
+A file has at most the requested number of episodes, each with at most `MOST_UNITS` units and a few previews
+of its images. The folder has at most `MOST_FILES` files and `MOST_BYTES` bytes. Above a limit, every
 second file is deleted, first from the older half, so that the files still cover the whole run. Only this user
 can read the files (0600), because prompts and answers may be secret."""
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -24,13 +23,11 @@ import numpy as np
 
 from areal_async.base.errors import RunFolderError
 from areal_async.base.own_files import write_whole
-from areal_async.data.images import ImageError, preview_of
 from areal_async.trajectory import Episode
-from areal_async.trajectory.layout import Media, SegmentKind
+from areal_async.trajectory.layout import SegmentKind
 
 FOLDER = "samples"
 MOST_UNITS = 1 << 16  # Most units of an episode; the rest is omitted
-MOST_IMAGES = 8  # Most images of an episode with a preview
 MOST_FILES = 400
 MOST_BYTES = 256 << 20
 NAME = re.compile(r"(step|evaluation)-([0-9]{8})\.jsonl")
@@ -54,14 +51,14 @@ def sample_of(
     *,
     lowest_version: int = 0,
     advantages: Mapping[int, float] | None = None,
-    media: Mapping[str, bytes | memoryview] = MappingProxyType({}),
+    previews: Mapping[str, str] = MappingProxyType({}),
     **said: Any,
 ) -> dict[str, Any]:
     """Return the JSON object of an episode, one line of a samples file. `said` has further fields for it.
 
     `advantages` has the advantages of trained units, by their number in the episode. Units of a version below
-    `lowest_version` are shown as masked. `media` has the images of the episode by digest. In texts, the
-    placeholder tokens of an image are shortened to one."""
+    `lowest_version` are shown as masked. `previews` has small pictures of its images by digest
+    (`data.images.previews_of`). In texts, the placeholder tokens of an image are shortened to one."""
     header, segments, units = episode.header, episode.segments, episode.units
     mask = units.mask.astype(bool) & (units.version >= lowest_version)
     left, told = MOST_UNITS, []
@@ -103,19 +100,9 @@ def sample_of(
         "task": header.task_id,
         "finish": header.calls[-1].finish_reason if header.calls else "",
         "units_left_out": max(0, episode.n_units - MOST_UNITS),
-        **({"images": _previews(header.media, media)} if header.media else {}),
+        **({"images": previews} if header.media else {}),
         "segments": told,
     }
-
-
-def _previews(named: Sequence[Media], media: Mapping[str, bytes | memoryview]) -> dict[str, str]:
-    """Return previews of the first images, by digest. An image that cannot be decoded has none."""
-    found: dict[str, str] = {}
-    digests = [digest for digest in dict.fromkeys(each.digest for each in named) if digest in media]
-    for digest in digests[:MOST_IMAGES]:
-        with suppress(ImageError):
-            found[digest] = preview_of(media[digest])
-    return found
 
 
 def _short(values: Any) -> list[float]:

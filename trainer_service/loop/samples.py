@@ -15,11 +15,12 @@ from areal_async.base.errors import WireError
 from areal_async.base.log import get_logger
 from areal_async.base.loop_thread import Background
 from areal_async.config.job import JobConfig
+from areal_async.data.images import previews_of
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import Batch, SeeTasks
 from areal_async.service.record import RunRecords
 from areal_async.service.samples import file_name, lines_of, sample_of, short_text
-from areal_async.trajectory import read_header, seen_by, unpack
+from areal_async.trajectory import seen_by, unpack
 from trainer_service.data.lessons import load_tokenizer
 from trainer_service.data.loader import FetchedBytes
 from trainer_service.durable_files import room_for
@@ -68,8 +69,7 @@ class StepSamples:
     ) -> None:
         """Start to write samples of those `chosen` episodes whose bytes are in `blobs`."""
         held = [(index, blob) for index in chosen if (blob := blobs.get(plan.episodes[index].episode_id))]
-        named = {each.digest for _, blob in held for each in read_header(blob)[0].media}
-        media = {digest: data for digest, data in blobs.media.items() if digest in named}
+        media = {index: blobs.media_of(blob) for index, blob in held}
 
         def work() -> None:
             try:
@@ -89,7 +89,7 @@ class StepSamples:
         plan: StepPlan,
         held: Sequence[tuple[int, Any]],
         advantages: ByUnit,
-        media: Mapping[str, memoryview],
+        media: Mapping[int, Mapping[str, memoryview]],
     ) -> None:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(Path(self._job.model))
@@ -101,7 +101,7 @@ class StepSamples:
                 self._tokenizer.decode,
                 lowest_version=batch.lowest_version,
                 advantages=advantages.get(index, {}),
-                media=media,
+                previews=previews_of(media[index]),
                 policy=batch.policy,
                 step=batch.step,
                 version=entry.max_version,

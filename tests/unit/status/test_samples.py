@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from areal_async.base.errors import FaultError
-from areal_async.data.images import decode_image, digest_of
+from areal_async.data import images
+from areal_async.data.images import decode_image, digest_of, previews_of
 from areal_async.service import samples
 from areal_async.service.record import RunLog, open_records
 from areal_async.service.samples import (
@@ -79,7 +80,7 @@ def test_images_are_small_pictures_and_each_is_one_token_of_the_text(monkeypatch
     for first, count, fact in ((5, 3, facts[1]), (0, 2, facts[0]), (11, 1, facts[2])):
         builder.media(tool, *fact, first, count)
     media = {fact[0]: data for fact, data in zip(facts, files, strict=True)}
-    told = sample_of(builder.build(), decode, media=media)
+    told = sample_of(builder.build(), decode, previews=previews_of(media))
     assert [segment["text"] for segment in told["segments"]] == ["<*>?", "look", "*and*and*"]
     digests = [fact[0] for fact in facts]
     assert [segment.get("images") for segment in told["segments"]] == [digests[:1], None, digests]
@@ -89,8 +90,8 @@ def test_images_are_small_pictures_and_each_is_one_token_of_the_text(monkeypatch
     assert all(len(url) < 16_000 for url in told["images"].values())
     assert json.loads(lines_of([told])) == told
 
-    monkeypatch.setattr(samples, "MOST_IMAGES", 1)
-    assert [*sample_of(builder.build(), decode, media=media)["images"]] == digests[:1]
+    monkeypatch.setattr(images, "MOST_PREVIEWS", 1)
+    assert [*previews_of(media)] == digests[:1]
     assert sample_of(builder.build(), decode)["images"] == {}
 
 
