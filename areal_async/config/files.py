@@ -288,10 +288,12 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> Iterator[Mistake]:
         elif whole:
             table = read_tasks(path)
             prompts = [task.prompt for task in table]
-            mistake = _truth_mistake(job, field, path, table)
+            mistake = _truth_mistake(job, field, path, table) or _image_mistake(job, field, path, table)
         else:
             where, row = next(task_rows(path), (f"task file {path}, row 1", {}))
-            prompts = [task_row(where, row)["prompt"]]
+            first = TaskTable(path, "", [task_row(where, row)], {})
+            prompts = [task.prompt for task in first]
+            mistake = _image_mistake(job, field, path, first)
     except TaskFileError as error:  # The text of the error consists of a problem and a fix
         problem, _, fix = str(error).rstrip(".").rpartition(". ")
         yield Mistake(field, problem or fix, fix if problem else "Correct the file, or choose another")
@@ -317,6 +319,16 @@ def _truth_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]
     problem = f"{len(found)} rows of {path} have no ground truth, which the reward {found[0][1]} needs"
     fix = "Fill in reward_model.ground_truth, or take the rows out"
     return Mistake(field, f"{problem} (the first: row {found[0][0]})", fix)
+
+
+def _image_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]) -> Mistake | None:
+    """Refuse tasks with images if their reward is a model that reads only texts."""
+    routing = Routing(job.reward)
+    for name in (routing.of(task).name for task in tasks if task.images):
+        if getattr(part_of(name), "texts_only", False):
+            problem = f"tasks in {path} have images, and the reward {name} reads only texts"
+            return Mistake(field, problem, "Use the reward judge or one of your own, or tasks without images")
+    return None
 
 
 def _form_mistake(job: JobConfig, form: Form, path: Path) -> Mistake | None:
