@@ -35,6 +35,7 @@ from areal_async.models.files import (
     mixture_of,
     most_positions,
     no_folder,
+    reads_images,
     stored_tensors,
     text_part,
     weight_files,
@@ -288,7 +289,7 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> Iterator[Mistake]:
         elif whole:
             table = read_tasks(path)
             prompts = [task.prompt for task in table]
-            mistake = _truth_mistake(job, field, path, table)
+            mistake = _truth_mistake(job, field, path, table) or _image_mistake(job, field, path, table)
         else:
             where, row = next(task_rows(path), (f"task file {path}, row 1", {}))
             prompts = [task_row(where, row)["prompt"]]
@@ -317,6 +318,18 @@ def _truth_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]
     problem = f"{len(found)} rows of {path} have no ground truth, which the reward {found[0][1]} needs"
     fix = "Fill in reward_model.ground_truth, or take the rows out"
     return Mistake(field, f"{problem} (the first: row {found[0][0]})", fix)
+
+
+def _image_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]) -> Mistake | None:
+    """Refuse tasks with images if the model or the back end cannot use them."""
+    row = next((row for row, task in enumerate(tasks, 1) if task.images), None)
+    if row is not None and job.model.is_dir() and not reads_images(job.model):
+        problem = f"row {row} of {path} has images, and the model in {job.model} reads none"
+        return Mistake(field, problem, "Give a model that reads images, or tasks without images")
+    if row is not None and job.trainer.backend == "megatron":
+        problem = f"megatron trains on texts alone, and row {row} of {path} has images"
+        return Mistake("trainer.backend", problem, "Set it to fsdp")
+    return None
 
 
 def _form_mistake(job: JobConfig, form: Form, path: Path) -> Mistake | None:
