@@ -55,7 +55,9 @@ def inspect_image(data: bytes | memoryview) -> ImageFacts:
     if width * height > MOST_PIXELS:
         raise ImageError(f"it has {width} x {height} pixels, and at most {MOST_PIXELS} are decoded")
     if min(width, height) < LEAST_SIDE or max(width, height) > MOST_RATIO * min(width, height):
-        raise ImageError(f"it has {width} x {height} pixels, which is too small or too thin for a vision model")
+        raise ImageError(
+            f"it has {width} x {height} pixels, which is too small or too thin for a vision model"
+        )
     if (frames := getattr(image, "n_frames", 1)) > 1:
         raise ImageError(f"it has {frames} frames: give single images, as videos are not trained")
     if _is_cut(str(image.format), bytes(data)):
