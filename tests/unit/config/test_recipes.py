@@ -13,6 +13,7 @@ from itertools import pairwise
 import pytest
 import recipe_plans
 import recipe_runs
+from plan_count import Model
 
 from areal_async.base.mistakes import ConfigError
 from areal_async.base.yaml_file import dump_yaml, read_mapping
@@ -151,6 +152,21 @@ def test_a_job_file_for_gpus_is_valid_and_fits_them_by_two_counts(path, models):
     assert plan["mistakes"] == []
     assert plan["fits"]
     assert plan["ratio"] <= 1.06, plan
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen2.5-VL-3B", 3_754_622_976),
+        ("Qwen2.5-VL-7B", 8_292_166_656),
+        ("Qwen2.5-VL-32B", 33_452_718_336),
+        ("Qwen3-VL-2B", 2_127_532_032),
+        ("Qwen3-VL-8B", 8_767_123_696),
+    ],
+)
+def test_the_configs_of_models_with_images_give_their_published_sizes(name, parameters):
+    model = Model(recipe_plans.config_of(f"Qwen/{name}-Instruct"))
+    assert model.size + model.tower_shard(1) == parameters
 
 
 def test_a_mistake_in_a_recipe_is_found_without_its_model(tmp_path, models):
