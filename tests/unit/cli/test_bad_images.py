@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -159,3 +160,13 @@ def test_a_model_without_its_image_processor_is_refused(folder, tmp_path):
     write(folder)
     (found,) = tokenizer_mistakes(load_job(folder / "job.yaml", [f"model={plain}"]))
     assert re.search(r"line 1 has images, and the image processor in \S+ cannot be used: Can't", str(found))
+
+
+def test_the_tasks_of_the_page_about_images_are_valid(folder, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs/images.md").read_text()
+    monkeypatch.chdir(folder)
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
+    job = load_job(folder / "job.yaml", ["rollout.max_model_len=512", "tasks.evaluation=held_out.jsonl"])
+    notes = [str(each) for each in tokenizer_mistakes(job) if not each.fix]
+    told = re.compile(r"images of (\d+) rows .* largest (\d+ x \d+) pixels, take \d")
+    assert [told.search(note).groups() for note in notes] == [("500", "224 x 224"), ("50", "224 x 224")]

@@ -169,6 +169,19 @@ def test_the_configs_of_models_with_images_give_their_published_sizes(name, para
     assert model.size + model.tower_shard(1) == parameters
 
 
+def test_the_page_tells_the_figures_of_the_long_job_with_images():
+    plans = json.loads((ROOT / "benchmarks/results/recipe_plans.json").read_text())
+    assert {f"{path.parent.name}/{path.name}" for path in recipe_plans.files()} == {*plans}
+    row, page = plans["geo3k/long_8_gpus.yaml"], (RECIPES / "geo3k/README.md").read_text()
+    assert f"{row['peak_gib'][0]} of {row['fits_gib']} GiB" in page.replace("\n", " ")
+    assert (
+        f"takes {round(row['step_s'], -1):.0f} s, in which the trainer waits {row['trainer_idle']:.0%}".replace(
+            "%", " %"
+        )
+        in page
+    )
+
+
 def test_a_mistake_in_a_recipe_is_found_without_its_model(tmp_path, models):
     content = read_mapping(RECIPES / "gsm8k-grpo" / "8_gpus.yaml")
     content["rollout"]["max_model_len"] = 512  # less than a response may have
