@@ -174,12 +174,8 @@ def test_the_page_tells_the_figures_of_the_long_job_with_images():
     assert {f"{path.parent.name}/{path.name}" for path in recipe_plans.files()} == {*plans}
     row, page = plans["geo3k/long_8_gpus.yaml"], (RECIPES / "geo3k/README.md").read_text()
     assert f"{row['peak_gib'][0]} of {row['fits_gib']} GiB" in page.replace("\n", " ")
-    assert (
-        f"takes {round(row['step_s'], -1):.0f} s, in which the trainer waits {row['trainer_idle']:.0%}".replace(
-            "%", " %"
-        )
-        in page
-    )
+    step_s, waits = round(row["step_s"], -1), f"{row['trainer_idle']:.0%}".replace("%", " %")
+    assert f"a step takes {step_s:.0f} s, in which the trainer waits {waits} of the time" in page
 
 
 def test_a_mistake_in_a_recipe_is_found_without_its_model(tmp_path, models):
