@@ -28,7 +28,7 @@ from areal_async.base.records import ImageFile
 from areal_async.config.job import JobConfig
 from areal_async.data.chats import ChatError, answer_ids, whole_ids
 from areal_async.data.examples import Example, read_examples, tools_of
-from areal_async.data.tasks import TaskFileError, drawn, task_row, task_rows
+from areal_async.data.tasks import IMAGES, TaskFileError, drawn, task_file, task_row, task_rows
 from areal_async.models.answers import (
     GENERATION_CONFIG,
     TEMPLATE,
@@ -210,9 +210,14 @@ class TaskPrompt(NamedTuple):
 
 
 def has_images(path: Path) -> bool:
-    """Return whether one of the first rows of a task file has images."""
-    with suppress(TaskFileError):
-        return any(row.get("images") for _, row in itertools.islice(task_rows(path), SAMPLE))
+    """Return whether rows of a task file may have images, by a column or field of this name."""
+    with suppress(TaskFileError, OSError, ValueError):
+        if (path := task_file(path)).suffix == ".parquet":
+            import pyarrow.parquet as pq  # large
+
+            return IMAGES in pq.read_schema(path).names
+        with path.open("rb") as lines:
+            return any(b'"images"' in line for line in itertools.islice(lines, MOST_ROWS))
     return False
 
 

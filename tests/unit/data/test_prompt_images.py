@@ -3,10 +3,12 @@
 import json
 import re
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from areal_async.config.job import JobConfig
-from areal_async.launch.prompt_trial import tokenizer_mistakes
+from areal_async.launch.prompt_trial import has_images, tokenizer_mistakes
 from tests.vision import picture, write_vision_model
 
 
@@ -40,6 +42,18 @@ def test_tokens_of_images_count_in_the_length_of_a_prompt(job):
     mistake, _ = tokenizer_mistakes(job(24))
     assert "1 of 1 prompts" in str(mistake)
     assert "(the longest 24 in line 1, 16 of them for images)" in str(mistake)
+
+
+def test_images_after_many_rows_of_text_are_expected(tmp_path):
+    row = {"prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": "2"}, "images": []}
+    text = {name: row[name] for name in ("prompt", "reward_model")} | {"note": 'has "images" in a text'}
+    path = tmp_path / "tasks.jsonl"
+    for last, expected in ((text, False), (row, True)):
+        path.write_text("".join(json.dumps(each) + "\n" for each in [text] * 1000 + [last]))
+        assert has_images(path) is expected
+    pq.write_table(pa.Table.from_pylist([row | {"images": ["a.png"]}]), tmp_path / "tasks.parquet")
+    assert has_images(tmp_path / "tasks.parquet")
+    assert not has_images(tmp_path / "gone.jsonl")
 
 
 def test_a_model_that_reads_no_images_is_refused(job, chat_model):
