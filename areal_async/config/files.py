@@ -321,14 +321,18 @@ def _truth_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]
 
 
 def _image_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]) -> Mistake | None:
-    """Refuse tasks with images if the model or the back end cannot use them."""
-    row = next((row for row, task in enumerate(tasks, 1) if task.images), None)
-    if row is not None and job.model.is_dir() and not reads_images(job.model):
-        problem = f"row {row} of {path} has images, and the model in {job.model} reads none"
-        return Mistake(field, problem, "Give a model that reads images, or tasks without images")
-    if row is not None and job.trainer.backend == "megatron":
-        problem = f"megatron trains on texts alone, and row {row} of {path} has images"
-        return Mistake("trainer.backend", problem, "Set it to fsdp")
+    """Refuse tasks with images if the model, the back end or the teacher cannot use them."""
+    if (row := next((row for row, task in enumerate(tasks, 1) if task.images), None)) is None:
+        return None
+    found = f"row {row} of {path} has images"
+    if job.model.is_dir() and not reads_images(job.model):
+        fix = "Give a model that reads images, or tasks without images"
+        return Mistake(field, f"{found}, and the model in {job.model} reads none", fix)
+    if job.trainer.backend == "megatron":
+        return Mistake("trainer.backend", f"megatron trains on texts alone, and {found}", "Set it to fsdp")
+    if job.trainer.teacher.urls:
+        fix = "Name the teacher's folder in trainer.teacher.model"
+        return Mistake("trainer.teacher.urls", f"servers are asked by the ids of tokens, and {found}", fix)
     return None
 
 

@@ -111,7 +111,7 @@ def test_a_bad_image_is_refused_by_row_field_and_fix(folder, name):
     assert re.fullmatch(f"{before}.*{words} More is checked once this is mended: .*", output), output
 
 
-def test_a_model_or_back_end_of_texts_refuses_tasks_with_images(folder):
+def test_a_model_or_back_end_or_teacher_of_texts_refuses_tasks_with_images(folder):
     write(folder)
     plain = write_vision_model(folder / "plain")
     text = json.loads((plain / "config.json").read_text())["text_config"]
@@ -122,6 +122,9 @@ def test_a_model_or_back_end_of_texts_refuses_tasks_with_images(folder):
     code, output = said(folder, "trainer.backend=megatron", "trainer.device=cuda")
     assert code == 2
     assert "trainer.backend: megatron trains on texts alone, and row 1 of" in output
+    code, output = said(folder, "trainer.teacher={urls: ['http://127.0.0.1:9'], name: t}")
+    assert code == 2
+    assert "trainer.teacher.urls: servers are asked by the ids of tokens, and row 1 of" in output
 
 
 def test_the_bounds_of_pixels_decide_which_prompts_are_too_long(folder):
