@@ -35,6 +35,7 @@ from areal_async.models.files import (
     mixture_of,
     most_positions,
     no_folder,
+    reads_images,
     stored_tensors,
     text_part,
     weight_files,
@@ -322,12 +323,24 @@ def _truth_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]
 
 
 def _image_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]) -> Mistake | None:
-    """Refuse tasks with images if their reward is a model that reads only texts."""
+    """Refuse tasks with images if the model, the back end, the teacher or the reward cannot use them."""
+    seen = [(row, task) for row, task in enumerate(tasks, 1) if task.images]
+    if not seen:
+        return None
+    found = f"row {seen[0][0]} of {path} has images"
     routing = Routing(job.reward)
-    for name in (routing.of(task).name for task in tasks if task.images):
+    for row, name in ((row, routing.of(task).name) for row, task in seen):
         if getattr(part_of(name), "texts_only", False):
-            problem = f"tasks in {path} have images, and the reward {name} reads only texts"
+            problem = f"row {row} of {path} has images, and the reward {name} reads only texts"
             return Mistake(field, problem, "Use the reward judge or one of your own, or tasks without images")
+    if job.model.is_dir() and not reads_images(job.model):
+        fix = "Give a model that reads images, or tasks without images"
+        return Mistake(field, f"{found}, and the model in {job.model} reads none", fix)
+    if job.trainer.backend == "megatron":
+        return Mistake("trainer.backend", f"megatron trains on texts alone, and {found}", "Set it to fsdp")
+    if job.trainer.teacher.urls:
+        fix = "Name the teacher's folder in trainer.teacher.model"
+        return Mistake("trainer.teacher.urls", f"servers are asked by the ids of tokens, and {found}", fix)
     return None
 
 

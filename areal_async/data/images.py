@@ -59,7 +59,9 @@ def inspect_image(data: bytes | memoryview) -> ImageFacts:
     if width * height > MOST_PIXELS:
         raise ImageError(f"it has {width} x {height} pixels, and at most {MOST_PIXELS} are decoded")
     if min(width, height) < LEAST_SIDE or max(width, height) > MOST_RATIO * min(width, height):
-        raise ImageError(f"it has {width} x {height} pixels, which is too thin for a vision model")
+        raise ImageError(
+            f"it has {width} x {height} pixels, which is too small or too thin for a vision model"
+        )
     if (frames := getattr(image, "n_frames", 1)) > 1:
         raise ImageError(f"it has {frames} frames: give single images, as videos are not trained")
     if _is_cut(str(image.format), bytes(data)):
@@ -131,7 +133,7 @@ def _opened(data: bytes | memoryview) -> Image:
             warnings.simplefilter("ignore", pillow.DecompressionBombWarning)
             return pillow.open(io.BytesIO(data), formats=[*FORMATS])
     except pillow.DecompressionBombError as error:
-        raise ImageError(f"it has too many pixels: {_first_line(error)}") from error
+        raise ImageError(f"it has too many pixels: at most {MOST_PIXELS} are decoded") from error
     except Exception as error:  # headers too
         accepted = ", ".join(FORMATS)
         raise ImageError(f"it is no image of a known kind ({accepted}), or its header is damaged") from error
