@@ -179,10 +179,11 @@ class Judge(QueuedBackend):
         # Unavailable servers have other kinds. This kind means a refusal or a reply without a grade. The
         # neutral answer is sent now, because earlier replies do not show whether a key has been revoked
         # since.
-        unjudged = isinstance(verdict, Failure) and verdict.kind == "judge"
-        if unjudged and isinstance(await self._vote(neutral, 0, begun_s), float):
+        if not isinstance(verdict, Failure) or verdict.kind != "judge":
+            return verdict
+        if isinstance(await self._vote(neutral, 0, begun_s), float):
             return msgspec.structs.replace(verdict, fault=FaultOf.ANSWER)
-        if unjudged and images and "status" in verdict.message:
+        if images and "status" in verdict.message:
             told = REFUSED.format(message=verdict.message.rstrip("."), images=len(images))
             return msgspec.structs.replace(verdict, message=told)
         return verdict

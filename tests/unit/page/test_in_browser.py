@@ -180,7 +180,7 @@ def test_images_are_small_pictures_and_no_other_address_is_loaded(tab: Tab, tmp_
             assert tab.eval("window.hurt") is None
             assert tab.said == []
             # The policy of the page would not load a picture from elsewhere either.
-            told = "document.addEventListener('securitypolicyviolation', e => { kept = e.effectiveDirective })"
+            told = "document.addEventListener('securitypolicyviolation', e => kept = e.effectiveDirective)"
             tab.eval(f"{{ {told}; new Image().src = '/x.png' }}")
             tab.wait("window.kept === 'img-src'")
 
