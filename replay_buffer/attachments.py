@@ -30,6 +30,7 @@ from typing import Literal, NamedTuple
 from urllib.parse import quote, unquote
 
 from areal_async.base.own_files import sync
+from areal_async.data.images import digest_of
 
 Kind = Literal["routes", "media"]
 Key = tuple[Kind, str]
@@ -161,9 +162,15 @@ class AttachmentFiles:
         return any(kind == "media" for kind, _ in self._held.get(group_id, ()))
 
     async def read(self, wanted: Sequence[tuple[str, Key]]) -> list[memoryview | None]:
-        """Return attachments by (group id, key), read from their files. None means that there is none."""
+        """Return attachments by (group id, key), read from their files. None means that there is none, or
+        that its file is gone or altered. Such a file is forgotten."""
         files = [self._held.get(group_id, {}).get(key) for group_id, key in wanted]
-        return await asyncio.to_thread(lambda: [file and self._bytes(file) for file in files])
+        named = [(key, file) for (_, key), file in zip(wanted, files, strict=True)]
+        found = await asyncio.to_thread(lambda: [file and self._bytes(key, file) for key, file in named])
+        for (group_id, key), file, data in zip(wanted, files, found, strict=True):
+            if file is not None and data is None:
+                self.settled(group_id, {key: file}, kept=())
+        return found
 
     def close(self) -> None:
         """Remove all freed files now, because no client asks for them any more."""
@@ -217,12 +224,26 @@ class AttachmentFiles:
                 self._freed.remove(older.name)
         return found
 
-    def _bytes(self, file: AttachmentFile) -> memoryview | None:
+    def _bytes(self, key: Key, file: AttachmentFile) -> memoryview | None:
         try:
             found = (self._folder / file.name).read_bytes()
         except OSError:
             return None
-        return memoryview(found) if len(found) == file.size_bytes else None
+        kind, name = key
+        same = len(found) == file.size_bytes and (kind == "routes" or digest_of(found) == name)
+        return memoryview(found) if same else None
+
+
+def read_media(folder: Path, group_id: str) -> dict[str, bytes]:
+    """Return the media of a group by digest, from their files in `folder`, which another process may
+    write."""
+    found = {}
+    for path in folder.glob(f"{MEDIA}{quote(group_id, safe='')},*"):
+        with contextlib.suppress(FileNotFoundError):
+            data, digest = path.read_bytes(), unquote(path.name.split(",")[1])
+            if digest_of(data) == digest:  # otherwise the file is not complete yet
+                found[digest] = data
+    return found
 
 
 def _named(group_id: str, key: Key, size: int) -> AttachmentFile:

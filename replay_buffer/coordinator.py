@@ -29,8 +29,7 @@ from areal_async.base.errors import FaultError
 from areal_async.base.events import failpoint, record, recording
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
-from areal_async.base.records import ImageFile, Task
-from areal_async.data.tasks import TaskFileError
+from areal_async.base.records import Task
 from areal_async.rpc.messages import Arrived, Lease, Leases, PutAck
 from areal_async.rpc.schema import Message
 from replay_buffer.attachments import AttachmentFile, Key, media_key, routes_key
@@ -203,14 +202,14 @@ class Coordinator:
                 stored = {put.group_id: answer.stored for put, answer in answers}
             return decision
         except OSError as error:
-            raise _not_written(error) from error
+            raise not_written(error) from error
         finally:
             for name, group_id in files:
                 self._store.settled(name, group_id)
             for group_id, written in attached:
-                self._settle(group_id, written, stored.get(group_id, ()))
+                self.settle(group_id, written, stored.get(group_id, ()))
 
-    def _settle(
+    def settle(
         self, group_id: str, written: Mapping[Key, AttachmentFile], stored: Sequence[int] | None
     ) -> None:
         """Keep the written attachments of the samples `stored`, unless their bytes have been freed since.
@@ -273,38 +272,6 @@ class Coordinator:
         """Return attachments by (group id, key). None means that the files do not have it."""
         files = self._store.attachments
         return [None] * len(wanted) if files is None else await files.read(wanted)
-
-    def media_size(self, group_id: str, digest: str) -> int | None:
-        """Return the bytes of a group's medium, or None if its files do not have it."""
-        files = self._store.attachments
-        return None if files is None else files.size_of(group_id, media_key(digest))
-
-    def has_media(self, group_id: str) -> bool:
-        """Return whether episodes of the group may have media."""
-        files = self._store.attachments
-        return bool(self._task_images(group_id)) or (files is not None and files.has_media(group_id))
-
-    def _task_images(self, group_id: str) -> tuple[ImageFile, ...]:
-        """Return the images of a group's task without their bytes."""
-        group = self.index.groups.get(group_id) if self.index is not None else None
-        return () if group is None else self._tasks.task(group.row, group.pass_index).images
-
-    async def keep_task_images(self, group_id: str) -> None:
-        """Write the images of the group's task into its files, unless they are there already. A later change
-        of the task file does not change them. Raises `FaultError`."""
-        files = self._store.attachments
-        sizes = [self.media_size(group_id, each.facts.digest) for each in self._task_images(group_id)]
-        if files is None or None not in sizes:
-            return
-        try:
-            row = self._ready().groups[group_id].row
-            images = await asyncio.to_thread(self._tasks.images, row)
-            given = {media_key(each.facts.digest): each.data for each in images}
-            self._settle(group_id, await files.write(group_id, given), None)
-        except TaskFileError as error:
-            raise FaultError("invalid", str(error)) from error
-        except OSError as error:
-            raise _not_written(error) from error
 
     def tasks(self, task_ids: Sequence[str]) -> list[Task]:
         """Return those of the given tasks that exist. Raises `FaultError("unavailable")`."""
@@ -488,7 +455,7 @@ async def _happens(event: asyncio.Event, limit_s: float) -> bool:
         return False
 
 
-def _not_written(error: OSError) -> FaultError:
+def not_written(error: OSError) -> FaultError:
     log.error("episodes cannot be written to disk", error=str(error))
     return FaultError("unavailable", f"episodes cannot be written: {error}", FULL_RETRY_MS)
 

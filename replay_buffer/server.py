@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from areal_async.base.errors import FaultError
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
-from areal_async.data.images import digest_of
 from areal_async.rpc.board import board
 from areal_async.rpc.lanes import Lane, Lanes
 from areal_async.rpc.messages import (
@@ -36,7 +35,6 @@ from areal_async.rpc.messages import (
     Drain,
     Fetch,
     Fetched,
-    FetchedMedia,
     FetchMedia,
     Heartbeat,
     Lease,
@@ -64,7 +62,7 @@ from areal_async.trajectory import (
 )
 from areal_async.trajectory.layout import Media
 from replay_buffer import metrics
-from replay_buffer.attachments import AttachmentFiles, media_key, routes_key
+from replay_buffer.attachments import AttachmentFiles, routes_key
 from replay_buffer.coordinator import Coordinator, GroupBytes
 from replay_buffer.ledger.batching import has_batch
 from replay_buffer.ledger.decide import DECIDES, stats
@@ -73,6 +71,7 @@ from replay_buffer.ledger.leasing import Arrival, GroupArrivals, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules, TaskOrder
+from replay_buffer.media import GroupMedia
 from replay_buffer.redis.address import RedisAddress, StoreUnavailable
 from replay_buffer.redis.embedded import EmbeddedRedis, is_in_memory
 from replay_buffer.redis.large import EPISODES
@@ -82,9 +81,7 @@ from replay_buffer.redis.writer import FILE, Bytes, ConfirmedRevision, LedgerClo
 LONGEST_WAIT_MS = 30_000
 LARGE_PUT_BYTES = 4 << 20  # Larger puts are read in a thread, so that they do not block other requests
 PUTS_RUNNING = 8  # Most unconfirmed puts in Redis: other requests wait behind no more than these
-MEDIA_RUNNING = 4  # Most requests for media at once: each holds up to MEDIA_BYTES
-MEDIA_BYTES = 128 << 20  # Size of a reply with media from which no further ones are added
-MOST_EPISODE_MEDIA = 512 << 20  # Most bytes of the media of one episode
+MEDIA_RUNNING = 4  # Most requests for media at once: each holds up to `media.REPLY_BYTES`
 LANES = {
     "score": Lane(8),
     "train": Lane(4),
@@ -124,6 +121,7 @@ class BufferServer:
         self._job = job
         self._store = store
         self._redis_bytes = 0
+        self._media = GroupMedia(coordinator, store.attachments)
         self._lease_waits: dict[str, asyncio.Event] = {}
         """Worker → event that makes the buffer execute the worker's newest waiting lease request again."""
         self.handlers: dict[type[Request[Any]], Handler] = {
@@ -133,7 +131,7 @@ class BufferServer:
             Claim: self._claim,
             NextBatch: self._next_batch,
             Fetch: self._fetch,
-            FetchMedia: self._fetch_media,
+            FetchMedia: self._media.fetch,
             OpenTrainer: self._open_trainer,
             Drain: self._drain,
             Stats: self._stats,
@@ -198,43 +196,8 @@ class BufferServer:
         for number, own in enumerate(given):
             if own.media or number in media:
                 of_samples = media.get(number, {})
-                arrivals[number], given[number] = await self._with_media(arrivals[number], own, of_samples)
+                arrivals[number], given[number] = await self._media.checked(arrivals[number], own, of_samples)
         return (await self._coordinator.store(StoreEpisodes(tuple(arrivals)), given)).reply
-
-    async def _with_media(
-        self, put: GroupArrivals, given: GroupBytes, of_samples: Mapping[int, Sequence[Media]]
-    ) -> tuple[GroupArrivals, GroupBytes]:
-        """Return a group's part of a put with the problems of its media, and with the media to write."""
-        wanted = {media.digest: media for some in of_samples.values() for media in some}
-        sent = {digest: given.media[digest] for digest in wanted.keys() & given.media.keys()}
-        found = await asyncio.to_thread(lambda: {digest: digest_of(data) for digest, data in sent.items()})
-        sizes = {digest: len(data) for digest, data in sent.items()}
-
-        def held(digest: str) -> int | None:
-            return self._coordinator.media_size(put.group_id, digest)
-
-        if any(held(digest) is None for digest in wanted.keys() - sent):
-            await self._coordinator.keep_task_images(put.group_id)
-        problems = {}
-        for digest, media in wanted.items():
-            size = sizes.get(digest, held(digest))
-            if (actual := found.get(digest, digest)) != digest:
-                problems[digest] = f"the bytes that came as {digest} are {actual}"
-            elif size is None:
-                problems[digest] = f"no bytes of its medium {digest} have come"
-            elif size != media.size_bytes:
-                problems[digest] = f"{digest} has {size} bytes, and the episode says {media.size_bytes}"
-        told: dict[int, str] = {}
-        for sample, some in of_samples.items():
-            wrong = [problems[media.digest] for media in some if media.digest in problems]
-            if sum({media.digest: media.size_bytes for media in some}.values()) > MOST_EPISODE_MEDIA:
-                wrong.append(f"its media have more than {MOST_EPISODE_MEDIA} bytes")
-            told |= {sample: wrong[0]} if wrong else {}
-        arrivals = [replace(each, problem=each.problem or told.get(each.sample, "")) for each in put.arrivals]
-        new = {
-            digest: data for digest, data in sent.items() if digest not in problems and held(digest) is None
-        }
-        return replace(put, arrivals=tuple(arrivals)), given._replace(media=new)
 
     def _read(
         self, message: PutEpisodes, blobs: Sequence[Bytes], given: Sequence[GroupBytes]
@@ -300,7 +263,7 @@ class BufferServer:
         media = [
             name
             for name, (group_id, _) in zip(message.episode_ids, places, strict=True)
-            if self._coordinator.has_media(group_id)
+            if self._media.may_have(group_id)
         ]
         if not message.routes:
             return Fetched(message.episode_ids, media=media), found
@@ -309,28 +272,6 @@ class BufferServer:
             name: each for name, each in zip(message.episode_ids, routes, strict=True) if each is not None
         }
         return Fetched(message.episode_ids, [*routed], media), [*found, *routed.values()]
-
-    async def _fetch_media(self, peer: Peer, message: FetchMedia, attachments: list[memoryview]) -> Answer:
-        wanted: dict[str, str] = {}
-        lost: list[str] = []
-        size_bytes = 0
-        for group_id, digests in message.groups.items():
-            if any(self._coordinator.media_size(group_id, digest) is None for digest in digests):
-                await self._coordinator.keep_task_images(group_id)
-            for digest in digests:
-                size = self._coordinator.media_size(group_id, digest)
-                if size is None:
-                    lost.append(digest)
-                elif digest not in wanted and size_bytes < MEDIA_BYTES:
-                    wanted[digest] = group_id
-                    size_bytes += size
-            if size_bytes >= MEDIA_BYTES:
-                break
-        named = [(group_id, media_key(digest)) for digest, group_id in wanted.items()]
-        read = await self._coordinator.attachments(named)
-        found = {digest: data for digest, data in zip(wanted, read, strict=True) if data is not None}
-        lost += [digest for digest in wanted if digest not in found]
-        return FetchedMedia([*found], [digest for digest in lost if digest not in found]), [*found.values()]
 
     async def _stats(self, peer: Peer, message: Stats, attachments: list[memoryview]) -> Answer:
         reply = (await self._coordinator.execute(message)).reply

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from transformers import (
 )
 
 from areal_async.cli.quickstart.model import make_tokenizer
+from tests.waiting import deadline_s
 
 MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHAT = (
@@ -79,6 +83,19 @@ def write_vision_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) ->
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor | patches))
     return folder
+
+
+def beside_the_loop(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `work`, which now fails unless the event loop that runs at this moment goes on meanwhile."""
+    loop = asyncio.get_running_loop()
+
+    def waiting(*given: Any, **named: Any) -> Any:
+        went_on = threading.Event()
+        loop.call_soon_threadsafe(went_on.set)
+        assert went_on.wait(deadline_s(60)), "the event loop is blocked"
+        return work(*given, **named)
+
+    return waiting
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

@@ -292,7 +292,9 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> Iterator[Mistake]:
             mistake = _truth_mistake(job, field, path, table) or _image_mistake(job, field, path, table)
         else:
             where, row = next(task_rows(path), (f"task file {path}, row 1", {}))
-            prompts = [task_row(where, row)["prompt"]]
+            first = TaskTable(path, "", [task_row(where, row)], {})
+            prompts = [task.prompt for task in first]
+            mistake = _image_mistake(job, field, path, first)
     except TaskFileError as error:  # The text of the error consists of a problem and a fix
         problem, _, fix = str(error).rstrip(".").rpartition(". ")
         yield Mistake(field, problem or fix, fix if problem else "Correct the file, or choose another")
@@ -321,10 +323,16 @@ def _truth_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]
 
 
 def _image_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]) -> Mistake | None:
-    """Refuse tasks with images if the model, the back end or the teacher cannot use them."""
-    if (row := next((row for row, task in enumerate(tasks, 1) if task.images), None)) is None:
+    """Refuse tasks with images if the model, the back end, the teacher or the reward cannot use them."""
+    seen = [(row, task) for row, task in enumerate(tasks, 1) if task.images]
+    if not seen:
         return None
-    found = f"row {row} of {path} has images"
+    found = f"row {seen[0][0]} of {path} has images"
+    routing = Routing(job.reward)
+    for row, name in ((row, routing.of(task).name) for row, task in seen):
+        if getattr(part_of(name), "texts_only", False):
+            problem = f"row {row} of {path} has images, and the reward {name} reads only texts"
+            return Mistake(field, problem, "Use the reward judge or one of your own, or tasks without images")
     if job.model.is_dir() and not reads_images(job.model):
         fix = "Give a model that reads images, or tasks without images"
         return Mistake(field, f"{found}, and the model in {job.model} reads none", fix)

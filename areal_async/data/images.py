@@ -10,6 +10,9 @@ from __future__ import annotations
 import base64
 import io
 import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import blake3
@@ -28,6 +31,7 @@ FORMATS = {name: f"image/{name.lower()}" for name in ("PNG", "JPEG", "WEBP", "GI
 MOST_BYTES = 20 << 20
 MOST_PIXELS = 64 << 20
 LEAST_SIDE, MOST_RATIO = 2, 200
+PREVIEW_SIDE, MOST_PREVIEWS = 128, 8
 """Processors of vision models refuse an image whose sides differ by a larger factor."""
 
 
@@ -87,6 +91,24 @@ def decode_image(data: bytes | memoryview) -> Image:
 
 def data_url(media_type: str, data: bytes) -> str:
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def preview_of(data: bytes | memoryview, side: int = PREVIEW_SIDE) -> str:
+    """Return a JPEG of an image as a data URL, with at most `side` pixels a side. By default it has a few
+    kilobytes. Raises `ImageError`."""
+    image, file = decode_image(data), io.BytesIO()
+    image.thumbnail((side, side))
+    image.save(file, "JPEG", quality=85)
+    return data_url(FORMATS["JPEG"], file.getvalue())
+
+
+def previews_of(images: Mapping[str, bytes | memoryview]) -> dict[str, str]:
+    """Return previews of the first `MOST_PREVIEWS` images. An image that cannot be decoded has none."""
+    found = {}
+    for name, data in islice(images.items(), MOST_PREVIEWS):
+        with suppress(ImageError):
+            found[name] = preview_of(data)
+    return found
 
 
 def plain_image(data: bytes) -> tuple[str, bytes]:

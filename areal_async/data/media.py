@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
 from areal_async.base.errors import ProtocolError
@@ -43,5 +44,5 @@ async def fetch_media(buffer: Client, wanted: Mapping[str, Iterable[str]]) -> Me
     """Fetch media, as digests by group. Raises the errors of the client's calls."""
     fetch = MediaFetch(wanted)
     while (request := fetch.request()) is not None:
-        fetch.take(*await buffer.exchange(request))
+        await asyncio.to_thread(fetch.take, *await buffer.exchange(request))
     return fetch

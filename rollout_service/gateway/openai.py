@@ -141,6 +141,11 @@ class ChatBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
+    @property
+    def has_images(self) -> bool:
+        parts = (message.content for message in self.messages if isinstance(message.content, list))
+        return any(isinstance(part, ImagePart) for some in parts for part in some)
+
 
 class ChatCall:
     """One call. It parses the body of the request, and formats the answers as a reply or as events of a

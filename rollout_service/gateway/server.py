@@ -163,7 +163,8 @@ class Front:
     async def call(self, request: Request, send: Send) -> None:
         """Serve a call."""
         session, body = await self._read(request)
-        asked = ChatCall(body, session.tree.template, self.section.max_calls)
+        given = body, session.tree.template, self.section.max_calls
+        asked = await asyncio.to_thread(ChatCall, *given) if body.has_images else ChatCall(*given)
         connection, running = connection_of(request), session.start(next(self._numbers), asked)
         connection.on_lost = running.task.cancel
         try:

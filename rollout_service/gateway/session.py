@@ -144,7 +144,10 @@ class AgentCalls:
             self._running -= n
 
     async def _sampled(self, number: int, asked: ChatCall) -> GatewayCall:
-        plan = self.tree.plan(asked.prompt)
+        if asked.prompt.images.any:
+            plan = await self.tree.template.aside(self.tree.plan, asked.prompt)
+        else:
+            plan = self.tree.plan(asked.prompt)
         if len(plan.ids) >= self.max_model_len:
             raise bad(
                 "messages",

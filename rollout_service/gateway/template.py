@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _KNOWN_TEXTS, _KNOWN_CHARS = 256, 1 << 16  # Cached renderings, and their longest text
 
 
+T = TypeVar("T")
 ToolFormat = Format | Literal["auto"]
 
 
@@ -95,6 +96,10 @@ class ChatTemplate:
             return self._renderer.expanded(text, images)
         except (TurnError, ImageError) as error:
             raise ApiError(400, str(error), param="messages") from error
+
+    async def aside(self, work: Callable[..., T], *given: Any) -> T:
+        """Return `work(*given)`, which expands images, from a thread."""
+        return await self._renderer.aside(work, *given)
 
     def _plain_ids(self, text: str) -> list[int]:
         if self._backend is not None:

@@ -38,7 +38,9 @@ from rollout_service.workflows.tools import Tool, ToolAnswer, ToolReply, Workflo
 from rollout_service.workflows.turns import (
     Chat,
     Ids,
+    NewSegment,
     Prompt,
+    Rendered,
     Renderer,
     Reply,
     Rewritten,
@@ -54,7 +56,6 @@ if TYPE_CHECKING:
 
 REWARD = "reward"
 """Name of the recorded reward that `reward.name: environment` uses as the episode's score."""
-
 
 _SEED_PARTS = struct.Struct("<4Q")
 _LAST_TOKENS = 64  # Last tokens of a path, enough to contain a tag at its end
@@ -181,8 +182,7 @@ class Context:
     def alike(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> AlikeSamples:
         """Begin the episodes of a group whose samples each make one call, `generate(prompt, tools=tools)`."""
         agent, policy = self.speaker(None, None)
-        where: Any = {"parent": None, "agent": agent, "policy": policy}
-        segment = self.observe(SegmentKind.PROMPT, prompt, tools=tools, **where)
+        segment = self.observe(SegmentKind.PROMPT, prompt, parent=None, tools=tools, policy=policy)
         self.builder.text(prompt=self._prompt_text(None if tools else prompt, segment))
         voice = self.engines[policy].sampling
         number = self.builder.policy_of(agent)
@@ -219,7 +219,7 @@ class Context:
         if prompt is not None:
             kind = SegmentKind.PROMPT if root else SegmentKind.ENVIRONMENT
             where: Any = {"parent": parent, "agent": agent, "turn": turn, "policy": policy}
-            parent = self.observe(kind, prompt, tools=tools, rewritten=rewritten, **where)
+            parent = await self.observed(kind, prompt, tools=tools, rewritten=rewritten, **where)
         elif parent is None:
             raise ValueError("generate() needs a prompt, or a parent to go on from")
         if not self._calls:
@@ -335,56 +335,55 @@ class Context:
 
     # --- segments that no policy samples --------
 
-    def observe(
+    def observe(self, kind: SegmentKind, content: Prompt, *, parent: int | None, **how: Any) -> int:
+        """Add a segment that no policy sampled, such as an answer of a tool or an environment. Return its
+        index. `content` and the keywords `agent`, `turn`, `tools`, `rewritten` and `policy` (by default the
+        agent's) are as in `generate`. Images are decoded at once; `observed` decodes them in a thread."""
+        new = self._segment(kind, content, parent, **how)
+        return self._add(new, self.engines[new.policy].render.shown(new))
+
+    async def observed(self, kind: SegmentKind, content: Prompt, *, parent: int | None, **how: Any) -> int:
+        """Add a segment as `observe` does, without blocking the event loop while images are decoded."""
+        new = self._segment(kind, content, parent, **how)
+        return self._add(new, await self.engines[new.policy].render.shown_aside(new))
+
+    def _segment(
         self,
         kind: SegmentKind,
         content: Prompt,
-        *,
         parent: int | None,
         agent: int = 0,
         turn: int = 0,
         tools: Sequence[Mapping[str, Any]] = (),
         rewritten: Rewritten = "error",
         policy: str | None = None,
-    ) -> int:
-        """Add a segment that no policy sampled, such as an answer of a tool or an environment. Return its
-        index. `content`, `tools` and `rewritten` are as for `prompt` in `generate`. If the segment begins a
-        path, its content is tokenised for `policy`, by default the agent's policy."""
+    ) -> NewSegment:
         if parent is None:
             _, policy = self.speaker(agent, policy)
             chat = Chat(tuple(content), tuple(tools)) if is_chat(content) else None
-            return self._root(kind, content, chat, agent, turn, policy)
-        if parent not in self._paths:
-            raise KeyError(parent)
-        chat, policy = None, self._policy[parent]
+            return self._root(NewSegment(kind, None, agent, turn, policy, chat), content)
+        policy = self._policy[parent]
+        new = NewSegment(kind, parent, agent, turn, policy)
         render = self.engines[policy].render
-        media: tuple[RequestImage, ...] = ()
         if isinstance(content, str):
-            ids = render.following(content)
-        elif is_chat(content):
-            chat = self._chats.get(parent)
-            if chat is None:
-                raise TurnError("messages can only go on with a path that began with messages")
-            after, changed = continuation(render.tokenizer, chat, content)
-            chat = chat.then(content)
-            if changed and rewritten == "error":
-                raise TemplateRewrites(
-                    "the chat template renders earlier turns otherwise once the conversation goes on (it "
-                    "drops or changes what the model saw or said). Set `rewritten` to `root` to begin a new "
-                    "path with the conversation rendered anew, or use a template that keeps its past."
-                )
-            if changed:
-                metrics.REWRITES.inc()
-                return self._root(SegmentKind.PROMPT, chat.messages, chat, agent, turn, policy)
-            if images := self._images.of(content):
-                rendered = render.expanded(after, images)
-                ids, media = rendered.ids, rendered.media
-            else:
-                ids = render.following(after)
-        else:
-            ids = np.asarray(content, np.int32)
-        segment = self.builder.observed(kind, ids, parent, agent, turn)
-        return self._place(segment, (parent, ids.tobytes()), policy, chat, media)
+            return new._replace(ids=render.following(content))
+        if not is_chat(content):
+            return new._replace(ids=np.asarray(content, np.int32))
+        chat = self._chats.get(parent)
+        if chat is None:
+            raise TurnError("messages can only go on with a path that began with messages")
+        after, changed = continuation(render.tokenizer, chat, content)
+        new = new._replace(chat=chat.then(content), text=after, images=self._images.of(content))
+        if changed and rewritten == "error":
+            raise TemplateRewrites(
+                "the chat template renders earlier turns otherwise once the conversation goes on (it "
+                "drops or changes what the model saw or said). Set `rewritten` to `root` to begin a new "
+                "path with the conversation rendered anew, or use a template that keeps its past."
+            )
+        if changed:
+            metrics.REWRITES.inc()
+            return self._root(new._replace(kind=SegmentKind.PROMPT, parent=None), chat.then(content).messages)
+        return new if new.images else new._replace(ids=render.following(after))
 
     async def call_tool(
         self, name: str | Tool, arguments: str | Mapping[str, Any], *, timeout_s: float | None = None
@@ -424,9 +423,8 @@ class Context:
             content = [{"role": "tool", "name": called, "content": [*answer.parts] or text}]
         elif answer.parts:
             raise TurnError(NO_CHAT)
-        segment = self.observe(
-            SegmentKind.TOOL, content, parent=parent, agent=agent, turn=turn, rewritten=rewritten
-        )
+        where: Any = {"parent": parent, "agent": agent, "turn": turn}
+        segment = await self.observed(SegmentKind.TOOL, content, rewritten=rewritten, **where)
         return ToolReply(segment, text, answer.error)
 
     # --- rewards and marks -----------------------------------------------------------------------------
@@ -508,18 +506,20 @@ class Context:
         render, last = self.engines[policy].render, result.token_ids[-1:].tolist()
         return render.answers.text(last, whole=True) if render.ends.issuperset(last) else ""
 
-    def _root(
-        self, kind: SegmentKind, content: Prompt, chat: Chat | None, agent: int, turn: int, policy: str
-    ) -> int:
-        render, media = self.engines[policy].render, tuple[RequestImage, ...]()
+    def _root(self, new: NewSegment, content: Prompt) -> NewSegment:
+        """Return the segment `new` with the text or the ids of `content`, which begins a path."""
+        render, chat = self.engines[new.policy].render, new.chat
         if chat is not None and (images := self._images.of(chat.messages)):
-            rendered = render.expanded(chat.render(render.tokenizer), images)
-            ids, media = rendered.ids, rendered.media
-        elif chat is not None and chat.tools:
-            ids = render.following(chat.render(render.tokenizer))
-        else:
-            ids = render(content).ids
-        return self._place(self.builder.observed(kind, ids, None, agent, turn), ids, policy, chat, media)
+            return new._replace(text=chat.render(render.tokenizer), images=images)
+        if chat is not None and chat.tools:
+            return new._replace(ids=render.following(chat.render(render.tokenizer)), images=())
+        return new._replace(ids=render(content).ids, images=())
+
+    def _add(self, new: NewSegment, shown: Rendered) -> int:
+        """Add a segment, and return its index."""
+        path = shown.ids if new.parent is None else (new.parent, shown.ids.tobytes())
+        segment = self.builder.observed(new.kind, shown.ids, new.parent, new.agent, new.turn)
+        return self._place(segment, path, new.policy, new.chat, shown.media)
 
     def _place(
         self,

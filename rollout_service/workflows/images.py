@@ -40,6 +40,10 @@ class EpisodeImages:
         self._known: dict[str, ImageFile] = {}
         self._new = new
 
+    @property
+    def any(self) -> bool:
+        return bool(self._known)
+
     def seeing(self, task: Task) -> Task:
         """Take over the images of a task, which have their bytes. Return the task with their digests in its
         prompt."""

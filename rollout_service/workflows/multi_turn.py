@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -58,7 +59,7 @@ class World:
         observation = await self._call("reset", self._environment.reset, seed, task)
         if not (isinstance(observation, str) or has_images(observation)):
             raise EnvironmentFailure(f"reset() of the environment returned {observation!r:.80}, not a text")
-        return self._content(observation)
+        return await self._content(observation)
 
     async def step(self, action: str) -> Step:
         result = await self._call("step", self._environment.step, action)
@@ -66,16 +67,18 @@ class World:
             step = Step(*result)
             if not (isinstance(step.observation, str) or has_images(step.observation)):
                 raise TypeError
-            step = step._replace(observation=self._content(step.observation))
+            step = step._replace(observation=await self._content(step.observation))
             return Step(step.observation, float(step.reward), bool(step.done), dict(step.info))
         except (TypeError, ValueError):
             raise EnvironmentFailure(
                 f"step() of the environment returned {result!r:.80}, not (text, reward, done, info)"
             ) from None
 
-    def _content(self, observation: Any) -> Content:
+    async def _content(self, observation: Any) -> Content:
+        if isinstance(observation, str):
+            return observation
         try:
-            return self.ctx.content(observation)
+            return await asyncio.to_thread(self.ctx.content, observation)
         except ImageError as error:
             raise EnvironmentFailure(f"an image of the environment cannot be used: {error}") from error
 
@@ -165,7 +168,7 @@ class MultiTurn:
         async with World(self._environment, arguments.timeout_s, ctx) as world:
             observation = await world.reset(task)
             first = opening(task.prompt, observation)
-            segment = ctx.observe(SegmentKind.PROMPT, first, parent=None)
+            segment = await ctx.observed(SegmentKind.PROMPT, first, parent=None)
             rewards: list[float] = []
             info: dict[str, Any] = {}
             done = False
@@ -184,7 +187,7 @@ class MultiTurn:
                     break
                 user = ctx.as_user(step.observation, reply.segment)
                 how: Any = {"parent": reply.segment, "turn": turn + 1, "rewritten": arguments.rewritten}
-                segment = ctx.observe(SegmentKind.ENVIRONMENT, user, **how)
+                segment = await ctx.observed(SegmentKind.ENVIRONMENT, user, **how)
             total = sum(rewards) if arguments.reward == "sum" else (rewards or [0.0])[-1]
             ctx.reward(total)
             ctx.builder.meta(turns=len(rewards), done=done, info=info)

@@ -121,7 +121,7 @@ class ToolUse:
                 prompt = opening(prompt, await world.reset(task))
             tools = ctx.resources.tools.values() if arguments.format == "json" else ()
             schemas = [tool.schema for tool in tools]
-            segment = ctx.observe(SegmentKind.PROMPT, prompt, parent=None, tools=schemas)
+            segment = await ctx.observed(SegmentKind.PROMPT, prompt, parent=None, tools=schemas)
             left, turn, answer, opened = arguments.max_calls, 0, "", False
             while ctx.room(segment) >= 1:
                 plain = arguments.format == "plain" and left > 0
@@ -161,7 +161,8 @@ class ToolUse:
         if ctx.is_chat(parent):
             named = zip(calls, texts, strict=True)
             content = [{"role": "tool", "name": call.name, "content": text} for call, text in named]
-        return ctx.observe(SegmentKind.TOOL, content, parent=parent, turn=turn, rewritten=arguments.rewritten)
+        how: Any = {"turn": turn, "rewritten": arguments.rewritten}
+        return await ctx.observed(SegmentKind.TOOL, content, parent=parent, **how)
 
 
 async def _generate(ctx: Context, segment: int, turn: int, *, plain: bool, opened: bool) -> tuple[Reply, str]:

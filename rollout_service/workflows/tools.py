@@ -241,7 +241,7 @@ async def run_tool(
         result = await contained(_call(called, given, named, resources.blocking, timeout_s))
         parts: Content = []
         if content is not None and has_images(result):
-            parts = content(result)
+            parts = await asyncio.to_thread(content, result)
             result = content_text({"content": parts})
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         answer = ToolAnswer(cut(text, output_chars), parts=tuple(shortened(parts, output_chars)))

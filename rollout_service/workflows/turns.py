@@ -20,10 +20,13 @@ earlier thinking. Workflows and the gateway both use this rule.
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, TypeVar
 
 import msgspec
 import numpy as np
@@ -41,11 +44,13 @@ from areal_async.models.prompts import (
     prompt_text,
     text_ids,
 )
-from areal_async.trajectory.layout import FinishReason
+from areal_async.trajectory.layout import FinishReason, SegmentKind
 from rollout_service.engines.base import RequestImage
 
 if TYPE_CHECKING:
     from areal_async.models.vision import ImageProcessor
+
+T = TypeVar("T")
 
 REMEMBERED_IMAGES = 16
 """Number of texts with images whose ids are kept. The samples of a group have the same prompt."""
@@ -222,6 +227,21 @@ class Rendered:
     media: tuple[RequestImage, ...] = ()
 
 
+class NewSegment(NamedTuple):
+    """A segment to add to an episode. If it has images, its ids are those of `text` around the images."""
+
+    kind: SegmentKind
+    parent: int | None
+    agent: int
+    turn: int
+    policy: str
+    chat: Chat | None = None
+    """The conversation up to the segment, if the path is a chat."""
+    ids: Ids | None = None
+    text: str = ""
+    images: Sequence[ImageFile] = ()
+
+
 class Renderer:
     """Renderer of prompts as ids. It caches the last prompts, because all samples of a group have the same
     one."""
@@ -243,6 +263,7 @@ class Renderer:
         self._make_processor = processor
         self._processor: ImageProcessor | None = None
         self._remembered_images = lru_cache(REMEMBERED_IMAGES)(self._expanded)
+        self._thread, self._one_at_a_time = ThreadPoolExecutor(1, "images"), threading.Lock()
 
     def __call__(self, prompt: Prompt) -> Rendered:
         """Return the beginning of a path, with the tokenizer's special tokens at its start."""
@@ -257,8 +278,21 @@ class Renderer:
     def expanded(self, text: str, images: Sequence[ImageFile]) -> Rendered:
         """Return a text with one placeholder for each image, without special tokens before it. Raises
         `TurnError` if the model reads no images or the text has another number of placeholders, and
-        `ImageError`."""
-        return self._remembered_images(text, tuple(images))
+        `ImageError`. Decoding large images takes seconds."""
+        with self._one_at_a_time:  # processors are not safe for several threads
+            return self._remembered_images(text, tuple(images))
+
+    def shown(self, new: NewSegment) -> Rendered:
+        """Return a segment as ids, with its images expanded."""
+        return self.expanded(new.text, new.images) if new.ids is None else Rendered(new.ids, new.text)
+
+    async def shown_aside(self, new: NewSegment) -> Rendered:
+        """Return a segment as `shown` does. Images are decoded in a thread."""
+        return await self.aside(self.shown, new) if new.ids is None else self.shown(new)
+
+    async def aside(self, work: Callable[..., T], *given: Any) -> T:
+        """Return `work(*given)`. Run it in a thread for images, so that it does not block the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *given)
 
     def _expanded(self, text: str, images: tuple[ImageFile, ...]) -> Rendered:
         if self._processor is None:

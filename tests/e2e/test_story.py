@@ -28,6 +28,7 @@ HELPERS = {
     "replay_buffer/ledger/sampling.py": "ranks groups for a batch",
     "replay_buffer/ledger/scoring.py": "hands out claims",
     "replay_buffer/ledger/transaction.py": "collects the writes of a decision",
+    "replay_buffer/media.py": "checks images and answers with them",
     "replay_buffer/metrics.py": "counts",
     "replay_buffer/redis/": "stores writes and bytes",
     "replay_buffer/attachments.py": "keeps the routes of mixtures, and images",

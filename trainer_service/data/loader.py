@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from areal_async.base.errors import FaultError
 from areal_async.base.log import get_logger
 from areal_async.data.media import MediaFetch
 from areal_async.rpc.board import board
@@ -37,6 +38,12 @@ class FetchedBytes(dict[str, memoryview]):
         super().__init__(blobs or {})
         self.routes: dict[str, memoryview] = {}
         self.media: dict[str, memoryview] = {}
+        self.lost: list[str] = []  # Reports of bytes that the buffer does not have
+
+    def media_of(self, blob: memoryview) -> dict[str, memoryview]:
+        """Return the images of an episode by digest, in its order."""
+        digests = [each.digest for each in read_header(blob)[0].media]
+        return {digest: self.media[digest] for digest in digests if digest in self.media}
 
 
 class BatchLoader:
@@ -56,6 +63,7 @@ class BatchLoader:
         bytes of routes per unit; if it is not 0, routes are fetched too."""
         self._buffer, self._policy, self._ranks = buffer, policy, ranks
         self._stopping, self._check, self._route_bytes = stopping, check, route_bytes
+        self._incomplete: list[str] = []  # Groups of the last batch with lost bytes
 
     def next_batch(self, epoch: int, step: int) -> Batch | None:
         """Return the manifest of `step`, the same on every rank. The result is None if the trainer is asked
@@ -93,17 +101,33 @@ class BatchLoader:
         found: Batch | Waiting | None = self._ranks.share(answer, Batch | Waiting | None)
         return found
 
-    def fetch(self, episodes: Sequence[BatchEpisode]) -> FetchedBytes:
-        """Return the bytes of these episodes. All ranks call it. Raises `BatchError` if the number of answers
-        is wrong, or the buffer has lost an image."""
-        return self._ranks.together(lambda: self._fetch(episodes))
+    def fetch(self, batch: Batch, episodes: Sequence[BatchEpisode]) -> FetchedBytes | None:
+        """Return the bytes of these episodes of the batch. All ranks call it.
+
+        The result is None if the buffer has lost bytes of a group. It then drops the group, so the caller
+        asks for the batch again. Raises `BatchError` if the batch has not changed since the last time."""
+        found = self._ranks.together(lambda: self._fetch(episodes))
+        if not self._ranks.largest(len(found.lost)):
+            return found
+        groups = [group.group_id for group in batch.groups]
+        if groups == self._incomplete:
+            raise BatchError(f"the batch of step {batch.step} lacks bytes: {'; '.join(found.lost)}")
+        self._incomplete = groups
+        log.warning("asking for the batch again", step=batch.step, lost=found.lost)
+        return None
 
     def _fetch(self, episodes: Sequence[BatchEpisode]) -> FetchedBytes:
         blobs = FetchedBytes()
         most = FETCH_UNITS * UNIT_BYTES // (UNIT_BYTES + self._route_bytes)
         for part in _by_units(episodes, most):
             ids = [episode.episode_id for episode in part]
-            reply, found = self._buffer.exchange(Fetch(ids, self._route_bytes > 0))
+            try:
+                reply, found = self._buffer.exchange(Fetch(ids, self._route_bytes > 0))
+            except FaultError as error:
+                if error.kind != "invalid":
+                    raise
+                blobs.lost.append(str(error))  # the group was dropped when another rank asked for its images
+                return blobs
             if len(found) != len(ids) + len(reply.routes):
                 raise BatchError(f"asked the buffer for {len(ids)} episodes, got {len(found)}")
             blobs.update(zip(ids, found, strict=False))
@@ -124,8 +148,7 @@ class BatchLoader:
         fetch = MediaFetch({group_id: some for group_id, some in wanted.items() if some})
         while (request := fetch.request()) is not None:
             fetch.take(*self._buffer.exchange(request))
-        for digest in fetch.lost:
-            raise BatchError(f"the buffer has lost the image {digest} of an episode in the batch")
+        blobs.lost += [f"the buffer has lost the image {digest}" for digest in fetch.lost]
         blobs.media |= fetch.found
 
 

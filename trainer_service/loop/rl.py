@@ -235,12 +235,10 @@ class RlTrainer:
             record_event(event, policy=self._policy, epoch=self._epoch, **fields)
 
     def _note_batch(self, batch: Batch) -> None:
-        self._note(
-            "batched",
-            step=batch.step,
-            groups=[group.group_id for group in batch.groups],
-            episodes=[[e.episode_id, e.min_version] for group in batch.groups for e in group.episodes],
-        )
+        if self._ranks.first and recording():
+            episodes = [[e.episode_id, e.min_version] for group in batch.groups for e in group.episodes]
+            groups = [group.group_id for group in batch.groups]
+            self._note("batched", step=batch.step, groups=groups, episodes=episodes)
 
     def _one_step(self, step: int) -> bool:
         begun_s = time.monotonic()
@@ -249,8 +247,6 @@ class RlTrainer:
         batch = self._loader.next_batch(self._epoch, step)
         if batch is None:
             return False
-        if self._ranks.first and recording():
-            self._note_batch(batch)
         failpoint("trainer.after_batch")
         wait_s = time.monotonic() - begun_s
         phases = {"wait": wait_s}
@@ -259,7 +255,11 @@ class RlTrainer:
         wait_s = sum(phases.values())
         plan = self._learner.plan(batch, step)
         fetch_s = time.monotonic()
-        blobs = self._loader.fetch(self._learner.episodes_of(plan))
+        blobs = self._loader.fetch(batch, self._learner.episodes_of(plan))
+        if blobs is None:
+            self._give_device()
+            return self._one_step(step)
+        self._note_batch(batch)
         phases["fetch"] = time.monotonic() - fetch_s
         wait_s += phases["fetch"]
         result = self._train(batch, plan, blobs)

@@ -50,6 +50,7 @@ from rollout_service.engines.http.adapter import (
     read_layout,
 )
 from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.http.images import encoded
 from rollout_service.engines.http.process import Liveness, ServerProcess, attached, started, used_bytes
 
 log = get_logger("engine")
@@ -269,6 +270,8 @@ class HttpEngine:
             check_images(ids, request.media, adapter.facts.image_token)
         elif request.media:
             raise RequestError(f"the model reads no images: {adapter.model} has no vision_config")
+        if request.media:
+            request = replace(request, media=await asyncio.to_thread(encoded, request.media))
         # A server may abort by prefix. Ids of equal length are never prefixes of each other.
         rid = f"{self._prefix}-{next(self._numbers):012d}"
 

@@ -30,16 +30,16 @@ def collapsed(prompt: Sequence[int], media: Sequence[RequestImage]) -> list[int]
     return ids
 
 
-def data_urls(media: Sequence[RequestImage]) -> list[str]:
-    """Return images as data URLs, in a form that every server decodes to the same pixels. Raises
-    `RequestError`."""
-    urls = []
+def encoded(media: Sequence[RequestImage]) -> tuple[RequestImage, ...]:
+    """Return images with a data URL as their data, in a form that every server decodes to the same pixels.
+    Decoding takes seconds for large images. Raises `RequestError`."""
+    found = []
     for number, image in enumerate(media):
         try:
-            urls.append(_data_url(image.data))
+            found.append(image._replace(data=_data_url(image.data)))
         except ImageError as error:
             raise RequestError(f"image {number} cannot be used: {error}") from error
-    return urls
+    return tuple(found)
 
 
 def cache_name(image: RequestImage, tag: VersionTag) -> str:
@@ -63,5 +63,5 @@ def has_package(python: Path, name: str) -> bool:
 
 
 @lru_cache(REMEMBERED)
-def _data_url(data: bytes) -> str:
-    return data_url(*plain_image(data))
+def _data_url(data: bytes) -> bytes:
+    return data_url(*plain_image(data)).encode()

@@ -35,7 +35,7 @@ from rollout_service.engines.http.adapter import (
     server_variables,
 )
 from rollout_service.engines.http.client import CONTROL_TIMEOUT_S, ServerClient
-from rollout_service.engines.http.images import as_flag, cache_name, collapsed, data_urls, pixels_of
+from rollout_service.engines.http.images import as_flag, cache_name, collapsed, pixels_of
 from rollout_service.engines.sglang.messages import (
     CONTEXT_MARGIN,
     PAUSE_MODES,
@@ -245,7 +245,7 @@ class SGLangAdapter(ServerAdapter):
         if self.facts.never_sampled:
             body["sampling_params"]["logit_bias"] = dict.fromkeys(map(str, self.facts.never_sampled), -1e9)
         if request.media:
-            body["image_data"] = data_urls(request.media)
+            body["image_data"] = [image.data.decode() for image in request.media]
             body["mm_hashes"] = [cache_name(image, tag) for image in request.media]
         tells = self._info is not None and self._info.enable_return_routed_experts
         if tells and self.settings.mixture is not None and request.routes_from is not None:

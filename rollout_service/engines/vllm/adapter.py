@@ -42,7 +42,6 @@ from rollout_service.engines.http.images import (
     as_flag,
     cache_name,
     collapsed,
-    data_urls,
     has_package,
     pixels_of,
 )
@@ -248,10 +247,10 @@ class VllmAdapter(ServerAdapter):
         if self.facts.never_sampled:
             body["sampling_params"]["logit_bias"] = dict.fromkeys(map(str, self.facts.never_sampled), -100)
         if request.media:
-            named = zip(data_urls(request.media), request.media, strict=True)
             body["return_token_ids"] = True
             body["content_parts"] = [
-                {"type": "image_url", "url": url, "uuid": cache_name(image, tag)} for url, image in named
+                {"type": "image_url", "url": image.data.decode(), "uuid": cache_name(image, tag)}
+                for image in request.media
             ]
         return body
 

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import signal
 import sys
 from dataclasses import replace
@@ -32,12 +33,13 @@ from areal_async.rpc.messages import (
     PutEpisodes,
     Stats,
 )
-from areal_async.trajectory import Call, EpisodeBuilder, pack
-from replay_buffer import server
+from areal_async.trajectory import Call, EpisodeBuilder, episode, pack
+from replay_buffer import media
 from replay_buffer.attachments import MEDIA, AttachmentFiles, media_key
 from replay_buffer.ledger.decide import BytesLost
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.rules import Rules
+from replay_buffer.media import GroupMedia
 from tests.unit.buffer import dying_front
 from tests.unit.buffer.conftest import SAMPLING, CountedTasks, Driver, lease, serving
 from tests.unit.buffer.test_attachments import in_redis
@@ -173,6 +175,44 @@ async def test_images_of_tools_come_once_and_wrong_or_missing_bytes_are_refused_
             await client.call(request, attachments=[b"x", tool])
 
 
+async def test_hostile_media_are_refused_by_name_and_nothing_is_written(
+    context: Any, job_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx = context()
+    async with serving(ctx) as client:
+        _, (group,) = await opened(client, 1)
+
+        async def put(named: list[str], given: list[bytes], lease: str = group.lease_id, **sent: Any) -> str:
+            builder = EpisodeBuilder(job_name, group.group_id.rpartition("#")[0], group.group_id, 0)
+            prompt = builder.prompt([5, 6, 7])
+            for name, data in zip(named, given, strict=True):
+                builder.media(prompt, name, "image/png", len(data), 1, 1)
+            call = Call(sampling=SAMPLING)
+            builder.sampled([1, 2], [-0.5] * 2, [0] * 2, parent=prompt, call=call, epoch=1)
+            with monkeypatch.context() as forger:
+                forger.setattr(episode, "_DIGEST", re.compile(""))
+                blob = pack(builder.build())
+            samples = GroupSamples(lease, group.group_id, [0], [], sent.get("names", named))
+            reply = await client.call(PutEpisodes([samples]), attachments=[blob, *given])
+            return str(reply.groups[0].refused[0].reason)
+
+        many = [number.to_bytes(4, "little") for number in range(10_000)]
+        large, tool = bytes(21 << 20), image(7)
+        of_large, of_tool = digest_of(large), digest_of(tool)
+        said = await put([*map(digest_of, many)], many)
+        assert said == "invalid: it has 10000 media, and at most 1024 are stored"
+        assert await put([of_large], [large]) == f"invalid: {of_large} has more than {20 << 20} bytes"
+        assert await put([of_tool], [tool], "another lease") == "lease_lost"
+        for trick in ("../../../tmp/x", "blake3:../x", "/tmp/x", "blake3:0/../x", "\0", ""):
+            said = await put([trick], [tool])
+            assert said == f"invalid: media {trick!r}: a digest is <hash>:<hex>, a size >= 0"
+            said = await put([of_tool], [tool], names=[trick])
+            assert said == f"invalid: no bytes of its medium {of_tool} have come"
+            fetch = await fetch_media(client, {group.group_id: [trick], "../x": [trick]})
+            assert (fetch.found, fetch.lost) == ({}, {trick})
+        assert media_files(ctx.run_dir / "buffer" / "episodes") == []
+
+
 async def test_media_that_no_episode_names_are_not_kept(context: Any, job_name: str) -> None:
     ctx = context()
     async with serving(ctx) as client:
@@ -197,8 +237,11 @@ async def test_a_dropped_group_and_a_kill_between_file_and_ledger_leave_nothing(
         def images(self, row: int) -> list[ImageFile]:
             return [ImageFile(inspect_image(image(row)), image(row))]
 
+    files_of = []
+
     def front() -> Any:
-        return a_front(rules, attachments=AttachmentFiles(folder, grace_s=0.0), tasks=PictureTasks())
+        files_of.append(AttachmentFiles(folder, grace_s=0.0))
+        return a_front(rules, attachments=files_of[-1], tasks=PictureTasks())
 
     async with front() as first:
         await first.execute(OpenedWith("policy", "t", 0, None))
@@ -211,14 +254,15 @@ async def test_a_dropped_group_and_a_kill_between_file_and_ledger_leave_nothing(
         (folder / f"{name}.part").write_bytes(b"x")
     async with front() as second:
         assert media_files(folder) == [name]
-        assert second.media_size(group.group_id, digest_of(image(9))) == len(image(9))
-        await second.keep_task_images(group.group_id)
-        await second.keep_task_images(group.group_id)
+        media = GroupMedia(second, files_of[-1])
+        assert media.size(group.group_id, digest_of(image(9))) == len(image(9))
+        await media.keep_task_images(group.group_id)
+        await media.keep_task_images(group.group_id)
         assert len(media_files(folder)) == 2
         await second.execute(BytesLost(((group.group_id, 0),)))
         assert group.group_id not in second.index.groups
         await until(lambda: not media_files(folder))
-        await second.keep_task_images(group.group_id)
+        await media.keep_task_images(group.group_id)
         assert media_files(folder) == []
 
 
@@ -245,18 +289,46 @@ async def test_a_front_that_is_killed_between_the_file_and_the_ledger_leaves_no_
         await until(lambda: not media_files(folder))
 
 
-async def test_an_image_file_that_was_lost_is_read_from_the_task_file_again(picture_job: Any) -> None:
+async def test_an_image_file_that_was_lost_or_altered_is_read_from_the_task_file_again(
+    picture_job: Any,
+) -> None:
     ctx = picture_job()
     async with serving(ctx) as client:
         _, (group,) = await opened(client, 1)
         wanted = {group.group_id: [digest_of(image(0)), digest_of(image(5))]}
-        await fetch_media(client, wanted)
-        for name in media_files(folder := ctx.run_dir / "buffer" / "episodes"):
+        for change in (Path.unlink, lambda path: path.write_bytes(bytes(path.stat().st_size))):
+            await fetch_media(client, wanted)
+            for name in media_files(folder := ctx.run_dir / "buffer" / "episodes"):
+                change(folder / name)
+            found = await fetch_media(client, wanted)
+            assert (bytes(found.found[digest_of(image(0))]), found.lost) == (image(0), {digest_of(image(5))})
+
+
+async def test_a_group_whose_image_is_lost_is_dropped_by_name_and_its_batch_is_filled_up(
+    picture_job: Any, job_name: str, tmp_path: Path
+) -> None:
+    ctx = picture_job()
+    folder = ctx.run_dir / "buffer" / "episodes"
+    async with serving(ctx) as client:
+        tag, groups = await opened(client, 4)
+        for number, group in enumerate(groups):
+            blobs = [blob_with(job_name, group.group_id, sample, image(number)) for sample in range(2)]
+            put = PutEpisodes([GroupSamples(group.lease_id, group.group_id, [0, 1])])
+            assert (await client.call(put, attachments=blobs)).groups[0].stored == [0, 1]
+        await score(client)
+        first, second = (await client.call(NextBatch("policy", tag.epoch, 0, wait_ms=5000))).groups
+        # Nobody drops a group by asking for what none of its episodes has.
+        await fetch_media(client, {first.group_id: [digest_of(image(9))]})
+        (tmp_path / "0.png").write_bytes(b"changed")
+        for name in media_files(folder):
             (folder / name).unlink()
-        assert (await fetch_media(client, wanted)).lost == {*wanted[group.group_id]}
-    async with serving(picture_job()) as client:
-        found = await fetch_media(client, wanted)
-        assert (bytes(found.found[digest_of(image(0))]), found.lost) == (image(0), {digest_of(image(5))})
+        fetch = await fetch_media(
+            client, {first.group_id: [digest_of(image(0))], second.group_id: [digest_of(image(1))]}
+        )
+        assert ([*fetch.found], fetch.lost) == ([digest_of(image(1))], {digest_of(image(0))})
+        assert (await client.call(Stats())).reasons["dropped:bytes_lost"] == 1
+        again = await client.call(NextBatch("policy", tag.epoch, 0, wait_ms=5000))
+        assert [group.group_id for group in again.groups] == [second.group_id, groups[2].group_id]
 
 
 async def test_a_changed_task_file_is_named_to_the_worker(picture_job: Any, tmp_path: Path) -> None:
@@ -269,7 +341,7 @@ async def test_a_changed_task_file_is_named_to_the_worker(picture_job: Any, tmp_
 
 
 async def test_large_media_come_in_several_replies(picture_job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MEDIA_BYTES", 1)
+    monkeypatch.setattr(media, "REPLY_BYTES", 1)
     async with serving(picture_job()) as client:
         _, groups = await opened(client, 2)
         wanted = {group.group_id: [digest_of(image(number))] for number, group in enumerate(groups)}

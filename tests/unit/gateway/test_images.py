@@ -16,8 +16,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from areal_async.base.records import ImageFile, Task
-from areal_async.data.images import inspect_image
+from areal_async.data.images import decode_image, inspect_image
 from areal_async.trajectory import SegmentKind
+from rollout_service.gateway import openai as gateway_openai
+from rollout_service.workflows import turns
 from rollout_service.workflows.images import with_data_urls
 from tests.unit.gateway.fakes import (
     Scripted,
@@ -25,7 +27,7 @@ from tests.unit.gateway.fakes import (
     openai_of,
     serving,
 )
-from tests.vision import picture, write_vision_model
+from tests.vision import beside_the_loop, picture, write_vision_model
 
 PAD = 18
 
@@ -101,6 +103,15 @@ async def test_images_of_an_agent_become_tokens_media_and_requests(folder: Path)
     assert kinds == [SegmentKind.PROMPT, SegmentKind.ENVIRONMENT]
     assert talk.ctx.new_media == dict(zip(digests, (first, second), strict=True))
     assert header.metadata["roots"] == 1
+
+
+async def test_images_of_calls_are_read_beside_the_event_loop(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "decode_image", beside_the_loop(decode_image))
+    monkeypatch.setattr(gateway_openai, "_messages", beside_the_loop(gateway_openai._messages))
+    async with talking(folder, "3") as talk:
+        await ask(talk, [{"role": "user", "content": [shown(png(16, 24))]}])
 
 
 async def test_an_agent_gets_the_images_of_its_task_and_sends_them_back(folder: Path) -> None:

@@ -12,17 +12,17 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from areal_async.base.records import ImageFile, Task
-from areal_async.data.images import inspect_image
+from areal_async.data.images import decode_image, inspect_image
 from areal_async.models.vision import ImageProcessor
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
 from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.environments import Step
-from rollout_service.workflows import PolicyEngine, Renderer, TurnError, tool
+from rollout_service.workflows import PolicyEngine, Renderer, TurnError, images, tool, turns
 from rollout_service.workflows.context import Context
 from rollout_service.workflows.multi_turn import MultiTurn, opening
 from rollout_service.workflows.tool_use import ToolUse
 from rollout_service.workflows.tools import WorkflowResources
-from tests.vision import picture, write_vision_model
+from tests.vision import beside_the_loop, picture, write_vision_model
 
 PAD = 18
 
@@ -100,17 +100,17 @@ def assert_whole(ctx: Context, engine: Scripted) -> Any:
 
 async def test_a_prompt_with_images_becomes_tokens_media_and_a_request(folder: Path) -> None:
     ctx, engine = context(folder, "3")
-    images = (file_of(picture(16, 24)), file_of(picture(40, 16, seed=1)))
-    task = ctx.seeing(task_of(text("1+"), IMAGE, text("2="), IMAGE, images=images))
+    given = (file_of(picture(16, 24)), file_of(picture(40, 16, seed=1)))
+    task = ctx.seeing(task_of(text("1+"), IMAGE, text("2="), IMAGE, images=given))
     await ctx.generate(task.prompt)
     episode = assert_whole(ctx, engine)
     (request,) = engine.asked
     assert [(image.digest, image.count) for image in request.media] == [
-        (images[0].facts.digest, 6),
-        (images[1].facts.digest, 10),
+        (given[0].facts.digest, 6),
+        (given[1].facts.digest, 10),
     ]
     first = episode.header.media[0]
-    assert (first.media_type, first.size_bytes, first.segment) == ("image/png", len(images[0].data), 0)
+    assert (first.media_type, first.size_bytes, first.segment) == ("image/png", len(given[0].data), 0)
     assert episode.header.prompt_text.count("<|image_pad|>") == 2
     assert ctx.new_media == {}
 
@@ -135,6 +135,28 @@ async def test_images_of_tools_and_users_follow_an_answer(folder: Path) -> None:
     assert kinds == [SegmentKind.PROMPT, SegmentKind.TOOL, SegmentKind.ENVIRONMENT]
     assert set(ctx.new_media) == {media.digest for media in episode.header.media[1:]}
     assert engine.asked[-1].prompt_ids.tolist() == episode.units.token_id[: -len(last.token_ids)].tolist()
+
+
+async def test_images_are_decoded_and_written_beside_the_event_loop(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "decode_image", beside_the_loop(decode_image))
+    ctx, engine = context(folder, "3", "4", "5")
+    task = ctx.seeing(task_of(IMAGE, text("1="), images=(file_of(picture(16, 24)),)))
+    monkeypatch.setattr(images, "inspect_image", beside_the_loop(inspect_image))
+    reply = await ctx.generate(task.prompt)
+
+    @tool(inline=True)
+    def zoom(where: str) -> Any:
+        return picture(8, 16, seed=3)
+
+    assert not (await ctx.tool(zoom, "2", parent=reply.segment)).error
+    world = tmp_path / "world.py"
+    world.write_text("from tests.unit.rollout.test_images import Camera\n")
+    await MultiTurn(MultiTurn.Arguments(environment=f"{world}:Camera", max_turns=2), WorkflowResources())(
+        ctx, Task("t", [{"role": "user", "content": "1+2="}])
+    )
+    assert [len(request.media) for request in engine.asked] == [1, 1, 2]
 
 
 async def test_samples_share_the_tokens_of_a_prompt_and_other_images_have_their_own(folder: Path) -> None:

@@ -16,15 +16,16 @@ from areal_async.base.versions import VersionTag
 from areal_async.data.images import decode_image, inspect_image, plain_image
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, RequestError, RequestImage
+from rollout_service.engines.http import images
 from rollout_service.engines.http.adapter import ModelFacts, ServerSettings, read_model
 from rollout_service.engines.http.engine import HttpEngine
-from rollout_service.engines.http.images import cache_name, collapsed
+from rollout_service.engines.http.images import cache_name, collapsed, encoded
 from rollout_service.engines.sglang.adapter import SGLangAdapter
 from rollout_service.engines.vllm.adapter import VllmAdapter
 from tests.unit.rollout.fake_sglang import FakeServer
 from tests.unit.rollout.test_server_engine import PATIENCE, Offer, serving_engine
 from tests.unit.rollout.test_server_launch import ENGINES, launched
-from tests.vision import picture, write_vision_model
+from tests.vision import beside_the_loop, picture, write_vision_model
 
 TAG = VersionTag("policy", 0, 3)
 GREEDY = Sampling(temperature=0.0, max_new_tokens=1)
@@ -59,7 +60,8 @@ def url_of(data: bytes) -> str:
 def test_requests_name_images_by_data_urls_and_one_token_each(folder: Path) -> None:
     settings = ServerSettings(slots=4, max_model_len=64, url="http://localhost:1")
     vllm = VllmAdapter(folder, settings, scratch=folder / "scratch")
-    body = vllm.body("r", IDS.tolist(), ASKED, 1, TAG)
+    asked = replace(ASKED, media=encoded(MEDIA))
+    body = vllm.body("r", IDS.tolist(), asked, 1, TAG)
     assert body["token_ids"] == SHORT == collapsed(IDS.tolist(), MEDIA)
     assert body["content_parts"] == [
         {"type": "image_url", "url": url_of(each.data), "uuid": cache_name(each, TAG)} for each in MEDIA
@@ -67,7 +69,7 @@ def test_requests_name_images_by_data_urls_and_one_token_each(folder: Path) -> N
     assert body["return_token_ids"]
     assert body["sampling_params"]["logit_bias"] == {"18": -100, "19": -100}
     sglang = SGLangAdapter(folder, settings)
-    body = sglang.body("r", IDS.tolist(), ASKED, 1, TAG)
+    body = sglang.body("r", IDS.tolist(), asked, 1, TAG)
     assert body["input_ids"] == SHORT
     assert body["image_data"] == [url_of(each.data) for each in MEDIA]
     assert body["mm_hashes"] == [cache_name(each, TAG) for each in MEDIA]
@@ -111,7 +113,11 @@ def test_servers_get_the_pixels_that_we_decode() -> None:
         ),
     ],
 )
-async def test_images_that_do_not_match_their_tokens_are_refused(media, said, folder, tmp_path) -> None:
+async def test_images_are_encoded_beside_the_event_loop_and_refused_if_they_do_not_match_their_tokens(
+    media, said, folder, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(images, "plain_image", beside_the_loop(plain_image))
+    images._data_url.cache_clear()
     server = FakeServer()
     server.prompt_tokens = 9
     server.held.set()

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from areal_async.base.errors import FaultError
 from areal_async.data.images import digest_of
-from areal_async.rpc.messages import BatchEpisode, Fetch, Fetched, FetchedMedia, FetchMedia
+from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup, Fetch, Fetched, FetchedMedia, FetchMedia
 from tests.scoring import episode_blob
 from trainer_service.data import loader as module
 from trainer_service.data.loader import BatchLoader
@@ -49,10 +50,21 @@ class OneRank:
     def together(self, work: Any) -> Any:
         return work()
 
+    def largest(self, value: int) -> int:
+        return value
 
-def fetched(buffer: FakeBuffer) -> Any:
+
+def batch_of(*groups: str) -> Batch:
+    return Batch("policy", 1, 7, 0, [BatchGroup(name, name, "", []) for name in groups])
+
+
+def loader_of(buffer: FakeBuffer) -> BatchLoader:
+    return BatchLoader(buffer, "policy", OneRank(), threading.Event())
+
+
+def fetched(buffer: FakeBuffer, loader: BatchLoader | None = None, *groups: str) -> Any:
     episodes = [BatchEpisode(name, 0, 3, 1, 0, 0, 0.0) for name in buffer.blobs]
-    return BatchLoader(buffer, "policy", OneRank(), threading.Event()).fetch(episodes)
+    return (loader or loader_of(buffer)).fetch(batch_of(*groups), episodes)
 
 
 @pytest.mark.parametrize("units", [1000, 3])
@@ -65,6 +77,27 @@ def test_each_image_is_fetched_once(monkeypatch: pytest.MonkeyPatch, units: int)
     assert len(buffer.asked) == 2
 
 
-def test_a_lost_image_is_named() -> None:
-    with pytest.raises(BatchError, match=f"has lost the image {digest_of(TWO)}"):
-        fetched(FakeBuffer(ONE))
+def test_a_batch_with_a_lost_image_is_asked_for_again_until_it_stays_the_same() -> None:
+    buffer = FakeBuffer(ONE)
+    loader = loader_of(buffer)
+    assert fetched(buffer, loader, "a", "b") is None
+    assert fetched(buffer, loader, "a", "d") is None
+    with pytest.raises(
+        BatchError, match=f"step 7 lacks bytes: the buffer has lost the image {digest_of(TWO)}"
+    ):
+        fetched(buffer, loader, "a", "d")
+    buffer.held[digest_of(TWO)] = TWO
+    assert fetched(buffer, loader, "a", "d").media.keys() == buffer.held.keys()
+
+
+def test_a_group_that_was_dropped_for_another_rank_is_lost_too() -> None:
+    class Dropped(FakeBuffer):
+        def exchange(self, request: Any) -> Any:
+            raise FaultError(self.kind, "episode a.0 is not held here (any more)")
+
+    buffer = Dropped()
+    buffer.kind = "invalid"
+    assert fetched(buffer, None, "a") is None
+    buffer.kind = "unavailable"
+    with pytest.raises(FaultError, match="not held"):
+        fetched(buffer)
