@@ -171,10 +171,10 @@ def _prompt_mistakes(
     if job.kind == "rl":
         yield from _too_long(job, field, path, tokenizer, prompts, sizes)
     if sizes:
-        tokens = [count for counts in sizes.values() for count in counts]
+        counts = [*itertools.chain.from_iterable(sizes.values())]
         width, height = max((size for each in prompts for size in each.sizes), key=prod)
         told = f"images of {len(sizes)} rows of {path}, the largest {width} x {height} pixels, take "
-        told += f"{min(tokens)} to {max(tokens)} tokens each, {sum(tokens) / len(tokens):.0f} on average"
+        told += f"{min(counts)} to {max(counts)} tokens each, {sum(counts) / len(counts):.0f} on average"
         yield Mistake(field, told, "", warns=True)
 
 
