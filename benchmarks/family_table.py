@@ -54,6 +54,7 @@ from areal_async.config.engines import find_engine_python
 from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.config.parallel import RankGrid
 from areal_async.models.classes import auto_class
+from areal_async.models.files import placeholder_ids
 from areal_async.service.rank_group import Meeting
 from areal_async.trajectory import Sampling
 from areal_async.weights.adapter import BaseWeights
@@ -232,6 +233,13 @@ def weight_of(row: TrainingRow) -> Tensor:
     return torch.cos(torch.arange(1.0, len(row.position) + 1) * (1 + row.episode))
 
 
+def sampled_from(model: Any, ids: Tensor) -> Tensor:
+    """Return f64 [T, V]: log-probs of the token after each of T tokens. No engine samples a placeholder."""
+    logits = model(input_ids=ids[None], use_cache=False).logits[0].double()
+    never = torch.tensor(placeholder_ids(model.config.to_dict()), dtype=torch.long)
+    return logits.index_fill(1, never, -torch.inf).log_softmax(-1)
+
+
 def own(model: Any, rows: Sequence[TrainingRow]) -> Computed:
     """Return what transformers' own forward pass gives, row by row."""
     model.zero_grad()
@@ -239,8 +247,7 @@ def own(model: Any, rows: Sequence[TrainingRow]) -> Computed:
     for row in rows:
         ids = torch.from_numpy(row.token_ids).long()
         at = torch.from_numpy(row.position)
-        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0].float()
-        found = logits.log_softmax(-1)[at - 1].gather(1, ids[at][:, None])[:, 0]
+        found = sampled_from(model, ids[:-1])[at - 1].gather(1, ids[at][:, None])[:, 0].float()
         (found * weight_of(row)).sum().backward()
         logps[row.episode] = found.detach()
     given = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -432,9 +439,8 @@ class Family:
         for request, result in zip(asked, given, strict=True):
             if isinstance(result, EngineError):
                 raise result
-            ids = torch.tensor([[*request.prompt_ids, *result.token_ids.tolist()]])
-            logits = self.trained(input_ids=ids[:, :-1], use_cache=False).logits[0].double()
-            rows = logits[len(request.prompt_ids) - 1 :].log_softmax(-1)
+            ids = torch.tensor([*request.prompt_ids, *result.token_ids.tolist()])
+            rows = sampled_from(self.trained, ids[:-1])[len(request.prompt_ids) - 1 :]
             wanted = rows.gather(1, torch.from_numpy(result.token_ids).long()[:, None])[:, 0]
             most = max(most, float((torch.from_numpy(result.logprobs) - wanted).abs().max()))
         return most

@@ -1,10 +1,10 @@
 """A second count of the memory of a job's GPUs, one tensor at a time, which shares no formula with `plan`.
 
-It goes through a training step of a Qwen2 or Qwen3 model in bfloat16 in the order of its events, adds and
-removes each tensor, and keeps the largest sum. Sources are the models' `config.json`, the modules of
-transformers, ZeRO stage 3 (arXiv:1910.02054) as `fully_shard` does it, the tables of docs/trainer.md (16
-bytes per parameter, the head's tile, the 1.5 GiB and 5 % that stay free), and for SGLang 0.5.23 and vLLM
-0.32.0 their own rules:
+It goes through a training step of a Qwen2 or Qwen3 model in bfloat16, perhaps with a frozen vision tower, in
+the order of its events, adds and removes each tensor, and keeps the largest sum. Passes of the tower are not
+counted. Sources are the models' `config.json`, the modules of transformers, ZeRO stage 3 (arXiv:1910.02054)
+as `fully_shard` does it, the tables of docs/trainer.md (16 bytes per parameter, the head's tile, the 1.5 GiB
+and 5 % that stay free), and for SGLang 0.5.23 and vLLM 0.32.0 their own rules:
 
 - SGLang: weights and KV are a fraction of what is free at the start; graphs and activations come on top. On
 an H100 the default leaves 512 MiB, 1.5 MiB for each of 8,192 tokens of a prefill, 128 MiB for each GPU of
@@ -58,7 +58,8 @@ class Model:
     root: Tensors = field(init=False)
 
     def __post_init__(self) -> None:
-        c = self.config
+        self.tower = tower_of(self.config["vision_config"]) if "vision_config" in self.config else {}
+        self.config = c = self.config.get("text_config", self.config)
         self.h, self.m, self.vocabulary = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
         self.layers, self.heads, self.kv = (
             c["num_hidden_layers"],
@@ -67,7 +68,7 @@ class Model:
         )
         self.d = c.get("head_dim", self.h // self.heads)
         self.q, self.k = self.heads * self.d, self.kv * self.d
-        self.qwen3 = c["model_type"] == "qwen3"
+        self.qwen3 = c["model_type"].startswith("qwen3")
         h, m, q, k = self.h, self.m, self.q, self.k
         self.block = {
             "q": (q, h), "k": (k, h), "v": (k, h), "o": (h, q),
@@ -89,6 +90,10 @@ class Model:
         padded."""
         every = [*self.root.values(), *[shape for _ in range(self.layers) for shape in self.block.values()]]
         return sum(-(-shape[0] // ranks) * prod(shape[1:]) for shape in every)
+
+    def tower_shard(self, ranks: int) -> int:
+        """The same of the vision tower."""
+        return sum(-(-shape[0] // ranks) * prod(shape[1:]) for shape in self.tower.values())
 
     @property
     def size(self) -> int:
@@ -137,6 +142,28 @@ class Model:
             found |= {name: HALF * width for name, width in widths.items()}
             found["log-sums of attention"] = FULL * self.heads
         return found
+
+
+def tower_of(c: dict[str, Any]) -> Tensors:
+    """The tensors of the vision tower of Qwen2.5-VL or Qwen3-VL."""
+    h, m, out, patch = c["hidden_size"], c["intermediate_size"], c["out_hidden_size"], c["patch_size"]
+    found: Tensors = {"patches": (h, 3, 2, patch, patch)}
+    old = "fullatt_block_indexes" in c
+    matrices = {"qkv": (3 * h, h), "proj": (h, h), "up": (m, h), "down": (h, m)}
+    matrices |= {"gate": (m, h)} if old else {}
+    norms = [f"norm {n}{part}" for n in (1, 2) for part in ([""] if old else ["", " bias"])]
+    for n in range(c["depth"]):
+        found |= {f"{n} {name}": shape for name, shape in matrices.items()}
+        found |= {f"{n} {name} bias": shape[:1] for name, shape in matrices.items()}
+        found |= {f"{n} {name}": (h,) for name in norms}
+    if not old:
+        found |= {"patches bias": (h,), "positions": (c["num_position_embeddings"], h)}
+    for n in range(1 + len(c.get("deepstack_visual_indexes", ()))):  # the merger, and those of deep features
+        found |= {f"merger {n} 1": (4 * h, 4 * h), f"merger {n} 2": (out, 4 * h)}
+        found |= {f"merger {n} 1 bias": (4 * h,), f"merger {n} 2 bias": (out,)}
+        width = 4 * h if n else h
+        found |= {f"merger {n} norm": (width,)} | ({} if old else {f"merger {n} norm bias": (width,)})
+    return found
 
 
 def trained_step(model: Model, ranks: int, recompute: str, tokens: int) -> float:
@@ -220,8 +247,11 @@ def trainer_bytes(job: JobConfig) -> tuple[float, float, float]:
     parameters = state = most = 0.0
     for model, trained in models(job):
         numbers = model.shard(ranks)
-        parameters += (FULL if trained else HALF) * numbers
-        state += (16 if trained else HALF) * numbers
+        tower = (FULL if trained else HALF) * model.tower_shard(
+            ranks
+        )  # frozen, in fp32 beside what is trained
+        parameters += (FULL if trained else HALF) * numbers + tower
+        state += (16 if trained else HALF) * numbers + tower
         one = trained_step(model, ranks, recompute, tokens) if trained else frozen_pass(model, ranks, tokens)
         most = max(most, one)
     peak = state + most
@@ -246,7 +276,8 @@ def server(job: JobConfig, section: str, free: float) -> dict[str, float]:
     weights = sum(
         HALF * prod(shape) / (gpus if name in divided else 1) for name, shape in model.block.items()
     ) * model.layers + sum(
-        HALF * prod(shape) / (gpus if len(shape) > 1 else 1) for shape in model.root.values()
+        HALF * prod(shape) / (gpus if len(shape) > 1 else 1)
+        for shape in (*model.root.values(), *model.tower.values())
     )
     token = 2 * model.layers * max(1, model.kv // gpus) * model.d * HALF
     activations = PREFILL * HALF * (4 * model.h + 3 * model.m / gpus)
@@ -256,9 +287,11 @@ def server(job: JobConfig, section: str, free: float) -> dict[str, float]:
         decode = min(slots, 256)
         graphs = decode * 2 * MIB + 58 * 8 * MIB
         reserve = (512 + 1.5 * PREFILL + 128 * gpus) * MIB + graphs
-        static = flag(flags, "mem-fraction-static", round(1 - max(10 * GIB, reserve) / H100, 3)) * (
-            free - context
-        )
+        default = round(1 - max(10 * GIB, reserve) / H100, 3)
+        if model.tower:  # SGLang takes 24 layers for all of these towers
+            ratio = (model.tower["patches"][0] / 1024) ** 2
+            default *= 0.95 * max(0.8, min(1.05, 1 - 0.1 * (ratio - 1)))
+        static = flag(flags, "mem-fraction-static", default) * (free - context)
         kv = min(static - weights, flag(flags, "max-total-tokens", 1e12) * token)
     else:
         largest = min(2 * slots, 512)

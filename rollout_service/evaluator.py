@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, astuple, dataclass
 from typing import Any, Literal
@@ -39,6 +39,7 @@ from areal_async.base.versions import VersionTag
 from areal_async.config.devices import evaluation_rollout
 from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
+from areal_async.data.images import previews_of
 from areal_async.data.tasks import read_tasks
 from areal_async.rpc.board import board
 from areal_async.rpc.client import wait_out
@@ -125,6 +126,7 @@ class _Answer:
     sample: int
     text: str  # Text for the majority vote: the metadata `answer` if present, else the response
     given: RewardInput
+    media: Mapping[str, bytes]  # Images by digest, of an answer that may become a sample
 
 
 class Companion:
@@ -243,7 +245,7 @@ class Evaluator:
         return Evaluation(
             overall=statistics_of(every),
             by_source={name: statistics_of(got[name]) for name in sorted(got)},
-            samples=self._samples_of(tasks, judged),
+            samples=await asyncio.to_thread(self._samples_of, tasks, judged),
             unscored={name: count for name, count in sorted(missing.items()) if count},
             rewards=component_means([(answer.task, score.components) for answer, score in scored]),
             tokens=self.engine.stats().tokens_total - tokens,
@@ -253,7 +255,9 @@ class Evaluator:
         """Return the answers to all tasks, and the reasons for missing answers."""
         answers: list[_Answer] = []
         failures: list[str] = []
-        samples = range(self.samples)
+        samples, observe = range(self.samples), self.job.observe
+        wanted = observe.samples if observe.samples_every_steps else 0
+        self._shown = range(0, len(tasks), max(1, len(tasks) // wanted)) if wanted else range(0)
         self._asked, self._answered, self.begun_s = len(tasks) * len(samples), 0, time.monotonic()
         queue = iter([(number, sample) for number in range(len(tasks)) for sample in samples])
 
@@ -287,20 +291,17 @@ class Evaluator:
     def _samples_of(
         self, tasks: Sequence[Task], judged: Sequence[tuple[_Answer, Verdict]]
     ) -> list[dict[str, Any]]:
-        observe = self.job.observe
-        if not observe.samples_every_steps or not observe.samples:
-            return []
-        wanted = range(0, len(tasks), max(1, len(tasks) // observe.samples))
         found = {
-            answer.task: (answer.given.blob, verdict)
+            answer.task: (answer, verdict)
             for answer, verdict in judged
-            if answer.task in wanted and answer.sample == 0 and answer.given.blob is not None
+            if answer.task in self._shown and answer.sample == 0 and answer.given.blob is not None
         }
         tokenizer: Any = self.render.tokenizer
         return [
             sample_of(
-                unpack(blob),
+                unpack(answer.given.blob),
                 tokenizer.decode,
+                previews=previews_of(answer.media),
                 policy=self.job.policy,
                 data_source=tasks[number].data_source,
                 ground_truth=tasks[number].ground_truth,
@@ -308,7 +309,7 @@ class Evaluator:
                 rewards=verdict.components if isinstance(verdict, Score) else {},
                 verdict=kind_of(verdict),
             )
-            for number, (blob, verdict) in sorted(found.items())[: observe.samples]
+            for number, (answer, verdict) in sorted(found.items())[: self.job.observe.samples]
         ]
 
     async def _answer(self, task: Task, number: int, sample: int) -> _Answer:
@@ -332,13 +333,13 @@ class Evaluator:
         episode, blob = await run_episode(ctx, work, limit_s, debug=debug)
         header = episode.header
         media = {each.facts.digest: each.data for each in task.images} | ctx.new_media
-        if not media or self.scorer.routing.of(task).name in WITHOUT_MEDIA:
-            media = {}
+        seen = media and self.scorer.routing.of(task).name not in WITHOUT_MEDIA
         return _Answer(
             task=number,
             sample=sample,
             text=str(header.metadata.get("answer", header.response_text)).strip(),
-            given=RewardInput.of_episode(task, episode.header, episode.n_sampled, blob, media),
+            given=RewardInput.of_episode(task, header, episode.n_sampled, blob, media if seen else {}),
+            media=media if sample == 0 and number in self._shown else {},
         )
 
 

@@ -80,6 +80,7 @@ class Mistake:
     field: str
     problem: str
     fix: str
+    """Empty for a note, which is a warning that asks for nothing."""
     warns: bool = False
     """Whether the mistake is only a warning, so that the job can still run."""
 
@@ -89,9 +90,9 @@ class Mistake:
                 object.__setattr__(self, name, f"{text[: MOST_CHARS // 2]} … {text[-MOST_CHARS // 4 :]}")
 
     def __str__(self) -> str:
-        end = "" if self.fix.endswith(("?", ".")) else "."
         where = "" if self.field == WHOLE_FILE else f"{self.field}: "
-        return f"{where}{self.problem}. {self.fix}{end}"
+        end = "" if not self.fix or self.fix.endswith(("?", ".")) else "."
+        return f"{where}{self.problem}. {self.fix}{end}".rstrip()
 
 
 def as_typed(mistakes: Iterable[Mistake], form: Callable[[str], str]) -> Iterator[Mistake]:

@@ -166,12 +166,12 @@ Overwrite = Annotated[
 
 def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
     """Print warnings about a job on standard error. There is one line for each doubtful setting of the job,
-    and one for each warning about the job's files (`found`)."""
+    and one for each warning or note about the job's files (`found`)."""
     from areal_async.config.advice import advise
 
     console = Console(stderr=True, soft_wrap=True)
     for warning in [*advise(job), *found]:
-        console.print("warning:", style="bold yellow", end=" ")
+        console.print("warning:" if warning.fix else "note:", style="bold yellow", end=" ")
         console.print(str(warning), markup=False, highlight=False)
 
 

@@ -54,6 +54,8 @@ class Served:
     """Flags of the server, in its spelling."""
     ranks: int = 1
     """Product of the server's tensor and pipeline sizes."""
+    tower: int = 0
+    """Hidden size of the model's vision tower; 0 if it has none."""
 
     def working(self, prefill: int) -> int:
         """Return the bytes of a pass over `prefill` tokens that samples for all slots."""
@@ -116,12 +118,20 @@ def sglang_memory(served: Served, gpu: int, free: int, grown: int) -> EngineMemo
     graphs = decode * SLOT_GRAPH_BYTES + sum(size <= chunk for size in sizes) * GRAPH_BYTES
     graphs = 0 if "disable-cuda-graph" in flags else graphs
     reserve = max(512 + 1.5 * chunk + served.ranks * 128 + graphs / MIB, 10_240 * (mib > 60 * 1024))
-    share = float(flags.get("mem-fraction-static") or round(1 - reserve / mib, 3))
+    default = round(1 - reserve / mib, 3) * _beside_tower(served.tower)
+    share = float(flags.get("mem-fraction-static") or default)
     limit = _number(flags.get("max-total-tokens") or free) * served.kv_token
     kv = min(int(share * before) - served.weights - grown, limit)
     needed, working = served.weights + grown + served.max_tokens * served.kv_token, served.working(chunk)
     most = 1 - (graphs + working) / before
     return EngineMemory(served.weights, kv, graphs, working, share, needed / before, most)
+
+
+def _beside_tower(hidden: int) -> float:
+    """Return the part of its default share that SGLang keeps beside a vision tower of this hidden size, by
+    `adjust_mem_fraction_for_vlm` in `srt/arg_groups/memory_hook.py`. It takes 24 layers for every tower whose
+    config calls them `depth`."""
+    return 0.95 * max(0.8, min(1.05, 1.1 - 0.1 * (hidden / 1024) ** 2)) if hidden else 1.0
 
 
 def vllm_memory(served: Served, gpu: int, free: int, grown: int) -> EngineMemory:

@@ -35,6 +35,7 @@ from areal_async.models.files import (
     mixture_of,
     most_positions,
     no_folder,
+    reads_images,
     stored_tensors,
     text_part,
     weight_files,
@@ -288,10 +289,12 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> Iterator[Mistake]:
         elif whole:
             table = read_tasks(path)
             prompts = [task.prompt for task in table]
-            mistake = _truth_mistake(job, field, path, table)
+            mistake = _truth_mistake(job, field, path, table) or _image_mistake(job, field, path, table)
         else:
             where, row = next(task_rows(path), (f"task file {path}, row 1", {}))
-            prompts = [task_row(where, row)["prompt"]]
+            first = TaskTable(path, "", [task_row(where, row)], {})
+            prompts = [task.prompt for task in first]
+            mistake = _image_mistake(job, field, path, first)
     except TaskFileError as error:  # The text of the error consists of a problem and a fix
         problem, _, fix = str(error).rstrip(".").rpartition(". ")
         yield Mistake(field, problem or fix, fix if problem else "Correct the file, or choose another")
@@ -317,6 +320,28 @@ def _truth_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]
     problem = f"{len(found)} rows of {path} have no ground truth, which the reward {found[0][1]} needs"
     fix = "Fill in reward_model.ground_truth, or take the rows out"
     return Mistake(field, f"{problem} (the first: row {found[0][0]})", fix)
+
+
+def _image_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]) -> Mistake | None:
+    """Refuse tasks with images if the model, the back end, the teacher or the reward cannot use them."""
+    seen = [(row, task) for row, task in enumerate(tasks, 1) if task.images]
+    if not seen:
+        return None
+    found = f"row {seen[0][0]} of {path} has images"
+    routing = Routing(job.reward)
+    for row, name in ((row, routing.of(task).name) for row, task in seen):
+        if getattr(part_of(name), "texts_only", False):
+            problem = f"row {row} of {path} has images, and the reward {name} reads only texts"
+            return Mistake(field, problem, "Use the reward judge or one of your own, or tasks without images")
+    if job.model.is_dir() and not reads_images(job.model):
+        fix = "Give a model that reads images, or tasks without images"
+        return Mistake(field, f"{found}, and the model in {job.model} reads none", fix)
+    if job.trainer.backend == "megatron":
+        return Mistake("trainer.backend", f"megatron trains on texts alone, and {found}", "Set it to fsdp")
+    if job.trainer.teacher.urls:
+        fix = "Name the teacher's folder in trainer.teacher.model"
+        return Mistake("trainer.teacher.urls", f"servers are asked by the ids of tokens, and {found}", fix)
+    return None
 
 
 def _form_mistake(job: JobConfig, form: Form, path: Path) -> Mistake | None:

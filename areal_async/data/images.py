@@ -10,6 +10,9 @@ from __future__ import annotations
 import base64
 import io
 import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import blake3
@@ -28,6 +31,7 @@ FORMATS = {name: f"image/{name.lower()}" for name in ("PNG", "JPEG", "WEBP", "GI
 MOST_BYTES = 20 << 20
 MOST_PIXELS = 64 << 20
 LEAST_SIDE, MOST_RATIO = 2, 200
+PREVIEW_SIDE, MOST_PREVIEWS = 128, 8
 """Processors of vision models refuse an image whose sides differ by a larger factor."""
 
 
@@ -55,7 +59,9 @@ def inspect_image(data: bytes | memoryview) -> ImageFacts:
     if width * height > MOST_PIXELS:
         raise ImageError(f"it has {width} x {height} pixels, and at most {MOST_PIXELS} are decoded")
     if min(width, height) < LEAST_SIDE or max(width, height) > MOST_RATIO * min(width, height):
-        raise ImageError(f"it has {width} x {height} pixels, which is too thin for a vision model")
+        raise ImageError(
+            f"it has {width} x {height} pixels, which is too small or too thin for a vision model"
+        )
     if (frames := getattr(image, "n_frames", 1)) > 1:
         raise ImageError(f"it has {frames} frames: give single images, as videos are not trained")
     if _is_cut(str(image.format), bytes(data)):
@@ -87,6 +93,24 @@ def data_url(media_type: str, data: bytes) -> str:
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 
+def preview_of(data: bytes | memoryview, side: int = PREVIEW_SIDE) -> str:
+    """Return a JPEG of an image as a data URL, with at most `side` pixels a side. By default it has a few
+    kilobytes. Raises `ImageError`."""
+    image, file = decode_image(data), io.BytesIO()
+    image.thumbnail((side, side))
+    image.save(file, "JPEG", quality=85)
+    return data_url(FORMATS["JPEG"], file.getvalue())
+
+
+def previews_of(images: Mapping[str, bytes | memoryview]) -> dict[str, str]:
+    """Return previews of the first `MOST_PREVIEWS` images. An image that cannot be decoded has none."""
+    found = {}
+    for name, data in islice(images.items(), MOST_PREVIEWS):
+        with suppress(ImageError):
+            found[name] = preview_of(data)
+    return found
+
+
 def plain_image(data: bytes) -> tuple[str, bytes]:
     """Return the media type and the bytes of an image that every decoder reads as `decode_image` does. An
     image with transparent pixels, a palette or a rotation becomes a PNG. Raises `ImageError`."""
@@ -109,7 +133,7 @@ def _opened(data: bytes | memoryview) -> Image:
             warnings.simplefilter("ignore", pillow.DecompressionBombWarning)
             return pillow.open(io.BytesIO(data), formats=[*FORMATS])
     except pillow.DecompressionBombError as error:
-        raise ImageError(f"it has too many pixels: {_first_line(error)}") from error
+        raise ImageError(f"it has too many pixels: at most {MOST_PIXELS} are decoded") from error
     except Exception as error:  # headers too
         accepted = ", ".join(FORMATS)
         raise ImageError(f"it is no image of a known kind ({accepted}), or its header is damaged") from error

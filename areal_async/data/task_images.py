@@ -133,11 +133,11 @@ def placed_images(prompt: str | Sequence[Mapping[str, Any]], count: int) -> list
     given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     messages = [{**message, "content": _parts(message["content"])} for message in given]
     places = sum(part["type"] == "image" for message in messages for part in message["content"])
-    if not places:
+    if count and not places:
         _put_first(messages, count)
     elif places != count:
-        problem = f"the row has {count} images, and its prompt has {places} places for images ({PLACEHOLDER})"
-        raise ImageError(problem, f"Write one {PLACEHOLDER} in the prompt for each image")
+        problem = f"the number of images is {count}, and that of {PLACEHOLDER} in the prompt is {places}"
+        raise ImageError(problem, f"Write one {PLACEHOLDER} for each image in `images`")
     return messages
 
 
@@ -162,5 +162,6 @@ def _parts(content: Any) -> list[dict[str, str]]:
                 parts += [{"type": "text", "text": text}] if text else []
         else:
             fix = 'Write {"type": "text", "text": …} or {"type": "image"}, and the images into `images`'
-            raise ImageError(f"its prompt has the content part {part!r:.60}", fix)
+            problem = f"its prompt has the content part {part!r:.60}, and only texts and images are read"
+            raise ImageError(problem, fix)
     return parts

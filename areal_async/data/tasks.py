@@ -403,13 +403,12 @@ def task_row(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
             f"{where}: its ground truth is {truth}, as tables write a missing number. Give it an "
             "answer, or take the row out."
         )
-    if not sources:
-        if isinstance(prompt, str):
-            check_text(prompt, "prompt", where)
-            return row
-        return {**row, "prompt": chat_messages(prompt, "prompt", where)}
     with _naming(where):
         placed = placed_images(_listed(prompt, where), len(sources))
+    if not sources:
+        texts = ["".join(part["text"] for part in message["content"]) for message in placed]
+        said = [{**message, "content": text} for message, text in zip(placed, texts, strict=True)]
+        return row if isinstance(prompt, str) else {**row, "prompt": said}
     # The bytes are read again when they are needed.
     images = tuple(ImageFile(each.facts) for each in _images_of(where, sources))
     return {**row, "prompt": placed, IMAGES: images}

@@ -339,6 +339,8 @@ def _tokenizer_checked(job: JobConfig) -> list[Mistake]:
     sources = [Path(module.__file__ or "") for module in modules]
     try:
         data = [path for path in (job.tasks.train, job.tasks.evaluation) if path is not None]
+        if any(map(prompt_trial.has_images, data)):  # files that the key would not have
+            return _tried(job, "tokenizer", "model")
         key = digest_of([*tokenizer_files(job.model), *data, *sources], settings)
     except OSError:  # the process reports the problem
         return _tried(job, "tokenizer", "model")

@@ -14,9 +14,10 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +28,7 @@ from areal_async.base.records import ImageFile
 from areal_async.config.job import JobConfig
 from areal_async.data.chats import ChatError, answer_ids, whole_ids
 from areal_async.data.examples import Example, read_examples, tools_of
-from areal_async.data.tasks import TaskFileError, drawn, task_row, task_rows
+from areal_async.data.tasks import IMAGES, TaskFileError, drawn, task_file, task_row, task_rows
 from areal_async.models.answers import (
     GENERATION_CONFIG,
     TEMPLATE,
@@ -131,11 +132,13 @@ def _prompt_mistakes(
     job: JobConfig, field: str, path: Path, tokenizer: Any, vocab_size: int | None
 ) -> Iterator[Mistake]:
     prompts: list[TaskPrompt] = []
+    sizes: dict[str, list[int]] = {}
     try:
         if job.kind == "rl":
             prompts = [*_prompts(path)]
-            if any(each.images for each in prompts):
-                _image_processor(job)
+            if image_rows := [each for each in prompts if each.images]:
+                tokens_of = _image_processor(job, image_rows[0].where).tokens_of
+                sizes = {each.where: [tokens_of(*size) for size in each.sizes] for each in image_rows}
             some = drawn(prompts, SAMPLE)
             spelled = tokens = [_prompt_tokens(tokenizer, each) for each in some]
             texts = [prompt_text(tokenizer, each.prompt, each.tools) for each in some]
@@ -166,18 +169,30 @@ def _prompt_mistakes(
         fix = "Give tasks in the characters that it knows, or another model"
         yield Mistake(field, f"{lost:.0%} {of} are unknown to the model's tokenizer", fix)
     if job.kind == "rl":
-        yield from _too_long(job, field, path, tokenizer, prompts)
+        yield from _too_long(job, field, path, tokenizer, prompts, sizes)
+    if sizes:
+        tokens = [count for counts in sizes.values() for count in counts]
+        width, height = max((size for each in prompts for size in each.sizes), key=prod)
+        told = f"images of {len(sizes)} rows of {path}, the largest {width} x {height} pixels, take "
+        told += f"{min(tokens)} to {max(tokens)} tokens each, {sum(tokens) / len(tokens):.0f} on average"
+        yield Mistake(field, told, "", warns=True)
 
 
-def _image_processor(job: JobConfig) -> ImageProcessor:
-    """Return the processor of the job's model. Raises `ChatError` if the model reads no images."""
+def _image_processor(job: JobConfig, where: str) -> ImageProcessor:
+    """Return the processor of the job's model, with the job's bounds of an image's pixels. `where` names a
+    row with images. Raises `ChatError`."""
     from areal_async.models.vision import ImageProcessor, NoImages  # loads torch
 
     try:
-        return ImageProcessor(job.model)
+        processor = ImageProcessor(job.model)
     except NoImages as error:
-        problem = f"its prompts have images, and {error}"
-        raise ChatError(f"{problem}. Give a model that reads images, or tasks without images") from error
+        fix = "Give a model that reads images, or tasks without images"
+        raise ChatError(f"{where} has images, and {error}. {fix}") from error
+    try:
+        processor.bound(*job.rollout.images.pixels)
+    except NoImages as error:
+        raise ChatError(f"rollout.images: {error}. Change rollout.images, or remove it") from error
+    return processor
 
 
 class TaskPrompt(NamedTuple):
@@ -188,11 +203,21 @@ class TaskPrompt(NamedTuple):
     tools: Sequence[Any]
     images: Sequence[ImageFile]
 
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Width and height of each image."""
+        return [(image.facts.width, image.facts.height) for image in self.images]
+
 
 def has_images(path: Path) -> bool:
-    """Return whether one of the first rows of a task file has images."""
-    with suppress(TaskFileError):
-        return any(row.get("images") for _, row in itertools.islice(task_rows(path), SAMPLE))
+    """Return whether rows of a task file may have images, by a column or field of this name."""
+    with suppress(TaskFileError, OSError, ValueError):
+        if (path := task_file(path)).suffix == ".parquet":
+            import pyarrow.parquet as pq  # large
+
+            return IMAGES in pq.read_schema(path).names
+        with path.open("rb") as lines:
+            return any(b'"images"' in line for line in itertools.islice(lines, MOST_ROWS))
     return False
 
 
@@ -228,9 +253,15 @@ def _answer_tokens(
 
 
 def _too_long(
-    job: JobConfig, field: str, path: Path, tokenizer: Any, prompts: list[TaskPrompt]
+    job: JobConfig,
+    field: str,
+    path: Path,
+    tokenizer: Any,
+    prompts: list[TaskPrompt],
+    sizes: Mapping[str, list[int]],
 ) -> Iterator[Mistake]:
-    """Yield a mistake if prompts leave no room for an answer. Such a prompt would fail in every worker."""
+    """Yield a mistake if prompts leave no room for an answer. Such a prompt would fail in every worker.
+    `sizes` has the tokens of each image by the name of its row."""
     length, limit = job.rollout.max_model_len, "rollout.max_model_len"
     # A token has at least one byte, so only long texts are tokenized.
     may_be = (
@@ -239,19 +270,19 @@ def _too_long(
         if each.tools or each.images or len(message_texts(each.prompt).encode()) + TEMPLATE_TOKENS >= length
     )
     counts = []
-    tokens_of = _image_processor(job).tokens_of if any(each.images for each in prompts) else None
     for each in may_be:
-        facts = [image.facts for image in each.images]
-        sizes = [tokens_of(each.width, each.height) for each in facts] if tokens_of is not None else []
+        images = sizes.get(each.where, [])
         # The template has one token for each image.
-        text = len(prompt_ids(tokenizer, each.prompt, each.tools)) - len(sizes)
-        counts.append((text + sum(sizes), sum(sizes)))
+        text = len(prompt_ids(tokenizer, each.prompt, each.tools)) - len(images)
+        counts.append((text + sum(images), sum(images), each.where.rpartition(", ")[2]))
     if too_long := [count for count in counts if count[0] >= length]:
-        longest, of_images = max(too_long)
+        longest, of_images, place = max(too_long)
         found = f"{len(too_long)} of {len(prompts)} prompts in {path} have {length} tokens or more"
-        found += f" (the longest {longest}" + (f", {of_images} of them for images)" if of_images else ")")
+        found += f" (the longest {longest} in {place}"
+        found += f", {of_images} of them for images)" if of_images else ")"
         why = f"which leaves no room for an answer in {limit} = {length}"
-        yield Mistake(field, f"{found}, {why}", f"Raise {limit}, or take them out of the file")
+        fix = f"Raise {limit}, {'lower rollout.images.max_pixels, ' if of_images else ''}or take them out"
+        yield Mistake(field, f"{found}, {why}", f"{fix} of the file")
 
 
 if __name__ == "__main__":

@@ -66,8 +66,9 @@ class ImageProcessor:
         try:
             self._processor = alone.from_pretrained(folder, local_files_only=True, backend="pil")
         except Exception as error:  # transformers raises many kinds of errors for incomplete folders
-            raise NoImages(f"the image processor in {folder} cannot be used: {error}") from error
-        self._bound(min_pixels, max_pixels)
+            why = _first_line(error).partition(". ")[0]
+            raise NoImages(f"the image processor in {folder} cannot be used: {why}") from error
+        self.bound(min_pixels, max_pixels)
         self.placeholder: str = self._processor.image_token
         """Text that stands for one image in the output of a chat template."""
         self.placeholder_id: int = self._processor.image_token_id
@@ -92,7 +93,7 @@ class ImageProcessor:
         found = self._processor.image_processor(list(images), return_tensors="pt")
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
-    def _bound(self, least: int | None, most: int | None) -> None:
+    def bound(self, least: int | None, most: int | None) -> None:
         """Change the bounds of an image's pixels. Raises `NoImages` if the model has none."""
         if least is most is None:
             return
@@ -102,7 +103,7 @@ class ImageProcessor:
             and size.longest_edge
             and getattr(self._processor.image_processor, "merge_size", 0)
         ):
-            raise NoImages("the model scales images to sizes of its own: leave out min_pixels and max_pixels")
+            raise NoImages("the model scales images to a size of its own, without min_pixels and max_pixels")
         size.shortest_edge, size.longest_edge = least or size.shortest_edge, most or size.longest_edge
         if size.shortest_edge > size.longest_edge:
             raise NoImages(f"min_pixels {size.shortest_edge} is more than max_pixels {size.longest_edge}")

@@ -239,8 +239,9 @@ class BatchEpisode(Record, frozen=True):
     reward: float
     components: dict[str, float] = {}
     parts: Parts | None = None
-    rows: list[tuple[int, int]] = []
-    """(tokens fed, units trained) of each training row, in order, or (0, 0) for a row of masked units.
+    rows: list[tuple[int, int, int]] = []
+    """(tokens fed, units trained, tokens fed for images) of each training row, in order, or zeros for a row
+    of masked units.
 
     Rows are assigned to ranks by these numbers before any row is fetched.
     """

@@ -4,16 +4,18 @@ The files are `<run>/samples/step-00000123.jsonl` and `evaluation-00000123.jsonl
 are in the policy's folder, `<run>/policies/<name>/samples/`. Each line is one episode as a JSON object;
 docs/metrics.md describes its fields. As in the records, step 123 starts from version 123.
 
-A file has at most the requested number of episodes, each with at most `MOST_UNITS` units. The folder has at
-most `MOST_FILES` files and `MOST_BYTES` bytes. Above a limit, every second file is deleted, first from the
-older half, so that the files still cover the whole run. Only this user can read the files (0600), because
-prompts and answers may be secret."""
+A file has at most the requested number of episodes, each with at most `MOST_UNITS` units and a few previews
+of its images. The folder has at most `MOST_FILES` files and `MOST_BYTES` bytes. Above a limit, every
+second file is deleted, first from the older half, so that the files still cover the whole run. Only this user
+can read the files (0600), because prompts and answers may be secret."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -49,12 +51,14 @@ def sample_of(
     *,
     lowest_version: int = 0,
     advantages: Mapping[int, float] | None = None,
+    previews: Mapping[str, str] = MappingProxyType({}),
     **said: Any,
 ) -> dict[str, Any]:
     """Return the JSON object of an episode, one line of a samples file. `said` has further fields for it.
 
     `advantages` has the advantages of trained units, by their number in the episode. Units of a version below
-    `lowest_version` are shown as masked."""
+    `lowest_version` are shown as masked. `previews` has small pictures of its images by digest
+    (`data.images.previews_of`). In texts, the placeholder tokens of an image are shortened to one."""
     header, segments, units = episode.header, episode.segments, episode.units
     mask = units.mask.astype(bool) & (units.version >= lowest_version)
     left, told = MOST_UNITS, []
@@ -65,13 +69,19 @@ def sample_of(
         ids = units.token_id[own].tolist()
         kind = SegmentKind(int(segments.kind[index]))
         known = {token: decode([token]) for token in {*ids}} if kind == SegmentKind.SAMPLED else {}
+        own_media = (image for image in header.media if image.segment == index)
+        images, shown = sorted(own_media, key=attrgetter("first_unit")), [*ids]
+        for image in reversed(images):
+            del shown[image.first_unit - begin + 1 : image.first_unit - begin + image.n_units]
         segment: dict[str, Any] = {
             "author": AUTHORS[kind],
             "agent": header.agents[int(segments.agent[index])].name if header.agents else "",
             "turn": int(segments.turn[index]),
             "parent": int(segments.parent[index]),
-            "text": decode(ids),
+            "text": decode(shown),
         }
+        if images:
+            segment["images"] = [image.digest for image in images]
         if kind is SegmentKind.SAMPLED:
             segment |= {
                 "tokens": [known[token] for token in ids],
@@ -90,6 +100,7 @@ def sample_of(
         "task": header.task_id,
         "finish": header.calls[-1].finish_reason if header.calls else "",
         "units_left_out": max(0, episode.n_units - MOST_UNITS),
+        **({"images": previews} if header.media else {}),
         "segments": told,
     }
 

@@ -1,12 +1,14 @@
 """Writer of a parquet file with one episode per row, without loss, for data frames.
 
-The column `blob` has the complete episode (see `codec.unpack`). The other columns repeat frequently used
-values. The file is written in row groups, so memory does not grow with the file. The file gets its final name
-when it is complete."""
+The column `blob` has the complete episode (see `codec.unpack`), and `images` the bytes of its images. The
+other columns repeat frequently used values. The file is written in row groups, so memory does not grow with
+the file. The file gets its final name when it is complete."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ COLUMNS = pa.schema(
         ("logprobs", pa.list_(pa.float32())),
         ("versions", pa.list_(pa.int32())),
         ("blob", pa.binary()),
+        ("images", pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))),
     ]
 )
 
@@ -50,7 +53,8 @@ class ExportError(ArealError):
 
 @dataclass(frozen=True)
 class ExportedEpisode:
-    """An episode with its state in the buffer or a batch. `reward` is None without a verdict."""
+    """An episode with its state in the buffer or a batch. `reward` is None without a verdict. `media` has
+    images by digest; it may have images of other episodes too."""
 
     blob: bytes
     data_source: str
@@ -60,6 +64,7 @@ class ExportedEpisode:
     reward: float | None
     components: dict[str, float] = field(default_factory=dict)
     parts: Parts | None = None
+    media: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def _row_of(exported: ExportedEpisode) -> dict[str, Any]:
@@ -68,6 +73,9 @@ def _row_of(exported: ExportedEpisode) -> dict[str, Any]:
     row = vars(exported) | {name: getattr(episode.header, name) for name in OF_HEADER}
     row |= {name: getattr(episode, name) for name in OF_EPISODE}
     row |= {"token_ids": units.token_id, "mask": units.mask, "logprobs": units.logprob}
+    placed = sorted(episode.header.media, key=attrgetter("first_unit"))
+    # The form of the column `images` of a task file.
+    row |= {"images": [{"bytes": exported.media.get(one.digest), "path": one.digest} for one in placed]}
     row |= {"versions": units.version, "components": list(exported.components.items())}
     return row | {"parts": msgspec.json.encode(parts).decode() if parts is not None else None}
 
@@ -107,9 +115,10 @@ class EpisodeWriter:
 
     def add(self, exported: ExportedEpisode) -> None:
         """Add one row. Raises `TrajectoryError` if the blob is not an episode."""
-        self._waiting.append(_row_of(exported))
+        row = _row_of(exported)
+        self._waiting.append(row)
         self.rows += 1
-        self.held_bytes += len(exported.blob)
+        self.held_bytes += len(exported.blob) + sum(len(one["bytes"] or b"") for one in row["images"])
         if self.held_bytes >= ROW_GROUP_BYTES or len(self._waiting) >= ROW_GROUP_ROWS:
             self._flush()
 

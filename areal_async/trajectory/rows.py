@@ -7,7 +7,7 @@ data that `row_profile` returns."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from itertools import accumulate
 
@@ -83,7 +83,14 @@ def training_rows(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -
 def row_media(episode: Episode, row: Row) -> list[tuple[Media, int]]:
     """Return the media that have units in a row of the episode, in the order of the tokens. With each comes
     the position of its first unit in the row."""
-    starts = dict(zip(row.path, accumulate(row.lengths, initial=0), strict=False))
+    return _media_of(episode, row.path, row.lengths)
+
+
+def _media_of(episode: Episode, path: Sequence[int], lengths: Iterable[int]) -> list[tuple[Media, int]]:
+    """Return the same for the row whose path has segments of these lengths."""
+    if not episode.header.media:
+        return []
+    starts = dict(zip(path, accumulate(lengths, initial=0), strict=False))
     offset = episode.segments.offset
     found = [
         (media, starts[media.segment] + media.first_unit - int(offset[media.segment]))
@@ -160,44 +167,53 @@ def _row(episode: Episode, path: list[int], owned: int, offset: list[int], lengt
     return Row(*of_units, tuple(path), lengths)
 
 
-_PROFILE_ENTRY = struct.Struct("<4i")  # Row, version, its trained units in the row, position of the last
+_PROFILE_ENTRY = struct.Struct("<5i")
+"""Row, version, its trained units in the row, position of the last, units of images before this position."""
 
 
 def row_profile(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
-    """Return the sizes of the episode's training rows by version. There are 16 bytes for each version of each
+    """Return the sizes of the episode's training rows by version. There are 20 bytes for each version of each
     row, in the order of `training_rows`. Raises SizeError as `training_rows` does."""
     if not episode.n_sampled:
         return b""
     units, segments = episode.units, episode.segments
+    offset, length = segments.offset.tolist(), segments.length.tolist()
     if episode.min_version == episode.max_version and _is_chain(segments.parent.tolist()):
         last = units.mask.tobytes().rfind(1)
-        return _PROFILE_ENTRY.pack(0, episode.min_version, episode.n_sampled, last)
-    offset, length = segments.offset.tolist(), segments.length.tolist()
+        images = _units_of(_media_of(episode, range(len(length)), length), last)
+        return _PROFILE_ENTRY.pack(0, episode.min_version, episode.n_sampled, last, images)
     paths = _owned_paths(segments.parent.tolist(), length, offset, units.mask.tobytes(), limits)
     entries = []
     for row, (path, owned) in enumerate(paths):
         place = np.concatenate([np.arange(offset[s], offset[s] + length[s]) for s in path[owned:]])
         trained = np.flatnonzero(units.mask[place])
         versions, positions = units.version[place[trained]], trained + sum(length[s] for s in path[:owned])
+        media = _media_of(episode, path, (length[s] for s in path))
         for version in np.unique(versions).tolist():
             found = positions[versions == version]
-            entries.append(_PROFILE_ENTRY.pack(row, version, len(found), found[-1]))
+            size = len(found), found[-1], _units_of(media, found[-1])
+            entries.append(_PROFILE_ENTRY.pack(row, version, *size))
     return b"".join(entries)
 
 
-def row_sizes(profile: bytes, lowest_version: int = 0) -> list[tuple[int, int]]:
-    """Return (tokens fed, units trained) of each training row after units with versions below
-    `lowest_version` are masked.
+def _units_of(media: Sequence[tuple[Media, int]], before: int) -> int:
+    """Return the number of units of media that begin before a position of the row."""
+    return sum(each.n_units for each, first in media if first < before)
 
-    A row ends at its last trained unit. This unit is predicted but not fed. The result is (0, 0) for a row
+
+def row_sizes(profile: bytes, lowest_version: int = 0) -> list[tuple[int, int, int]]:
+    """Return (tokens fed, units trained, tokens fed for images) of each training row after units with
+    versions below `lowest_version` are masked.
+
+    A row ends at its last trained unit. This unit is predicted but not fed. The result is (0, 0, 0) for a row
     without trained units."""
-    sizes: list[tuple[int, int]] = []
-    for row, version, n_units, last in _PROFILE_ENTRY.iter_unpack(profile):
+    sizes: list[tuple[int, int, int]] = []
+    for row, version, n_units, last, of_images in _PROFILE_ENTRY.iter_unpack(profile):
         if row == len(sizes):
-            sizes.append((0, 0))
+            sizes.append((0, 0, 0))
         if version >= lowest_version:
-            tokens, units = sizes[row]
-            sizes[row] = (max(tokens, last), units + n_units)
+            tokens, units, images = sizes[row]
+            sizes[row] = (max(tokens, last), units + n_units, max(images, of_images))
     return sizes
 
 

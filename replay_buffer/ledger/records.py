@@ -14,7 +14,7 @@ from enum import IntEnum
 
 import msgspec
 
-SCHEMA = 4
+SCHEMA = 5
 NO_VERSION = -1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 from areal_async.cli.tools import ExportRequest, run_tool, show, step_range
@@ -44,13 +45,16 @@ async def export(request: ExportRequest) -> dict[str, int]:
                 expected = [s for s, e in enumerate(group.episodes) if e.size_bytes]
                 left += any(sample not in held for sample in expected)
                 found += bool(held)
+                media = await reader.media(group, held.values())
                 source = look.index.tasks.task(group.row, group.pass_index).data_source
                 for sample in sorted(held):
-                    file.add(exported(group, sample, held[sample], source))
+                    file.add(exported(group, sample, held[sample], source, media))
     return {"episodes": file.rows, "groups": found, "left": left}
 
 
-def exported(group: GroupRecord, sample: int, blob: bytes, data_source: str) -> ExportedEpisode:
+def exported(
+    group: GroupRecord, sample: int, blob: bytes, data_source: str, media: Mapping[str, bytes]
+) -> ExportedEpisode:
     """Return an episode for the file, from the ledger and its bytes."""
     episode = group.episodes[sample]
     judged = episode.state == EpisodeState.VERDICT
@@ -63,6 +67,7 @@ def exported(group: GroupRecord, sample: int, blob: bytes, data_source: str) -> 
         reward=episode.reward if judged else None,
         components=dict(episode.components or {}) if judged else {},
         parts=parts_of(episode) if judged else None,
+        media=media,
     )
 
 

@@ -12,7 +12,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from areal_async.base.errors import RunFolderError
 from areal_async.launch.folders import mark_owned
 from areal_async.launch.one_host import short_socket_dir
 from areal_async.launch.run_handle import Run
+from areal_async.trajectory import read_header
+from replay_buffer.attachments import read_media
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import GroupRecord
 from replay_buffer.ledger.rules import Rules, TaskOrder, Tasks
@@ -85,6 +87,12 @@ class LedgerReader:
             if ref is not None and (blob := await self._large(read_ref(ref))) is not None:
                 blobs[sample] = blob
         return blobs
+
+    async def media(self, group: GroupRecord, blobs: Iterable[bytes]) -> dict[str, bytes]:
+        """Return the images of a group's episodes by digest, without images whose files are missing."""
+        if not any(read_header(blob)[0].media for blob in blobs):
+            return {}
+        return await asyncio.to_thread(read_media, self._run.folder / "buffer" / EPISODES, group.group_id)
 
     async def _large(self, ref: BlobRef) -> bytes | None:
         if ref.chunks:

@@ -83,6 +83,8 @@ class BackendReward:
     scopes: ClassVar[tuple[str, ...]] = ("episode",)
     implementation: ClassVar[str]
     """`module:Class` of the `ScoringBackend`. It is created with `(spec, section)`."""
+    texts_only: ClassVar[bool] = False
+    """Whether tasks with images are refused, because the reward is a model that cannot see them."""
     worker_class: ClassVar[str] = ""
     """`module:Class` of the object that scores in a worker process, if the backend is a pool. See
     `LoadReward`."""

@@ -95,7 +95,9 @@ def own_columns(
             found["value"].append(values[places - 1])
         if "logp" in names:
             logits = forward(input_ids=ids[None], **more_of(row)).logits[0, places - 1].float()
-            logits[:, [token for token in never if token < logits.shape[1]]] = -torch.inf
+            for token in never:
+                if token < logits.shape[1]:
+                    logits[:, token] = -torch.inf
             found["logp"].append(logits.log_softmax(-1).gather(1, ids[places][:, None])[:, 0])
     return {name: torch.cat(values) for name, values in found.items()}
 

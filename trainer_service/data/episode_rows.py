@@ -42,7 +42,7 @@ from trainer_service.errors import BatchError, StalenessViolation, UntrainableEp
 log = get_logger("trainer")
 
 NO_VERSIONS = PolicyVersions(-1, -1, -1)
-NOTHING = (0, 0)
+NOTHING = (0, 0, 0)
 """Size of a row without trained units."""
 Temperature = float | dict[int, float]
 """Temperature of an episode's sampled units: one value, or one for each segment."""
@@ -234,7 +234,9 @@ def _training_rows(episode: Episode) -> list[Row]:
 
 def _check_sizes(entry: BatchEpisode, rows: Sequence[TrainingRow | None]) -> None:
     """Raise `BatchError` unless each row of an episode has the size that the manifest gives for it."""
-    sizes = [(row.packed_length, len(row.position)) if row is not None else NOTHING for row in rows]
+    sizes = [
+        NOTHING if row is None else (row.packed_length, len(row.position), row.image_tokens()) for row in rows
+    ]
     if sizes == entry.rows:
         return
     cut = {place: size for place, size in enumerate(sizes) if size != NOTHING}
@@ -242,8 +244,8 @@ def _check_sizes(entry: BatchEpisode, rows: Sequence[TrainingRow | None]) -> Non
     if cut != planned:
         place = min(place for place in cut | planned if cut.get(place) != planned.get(place))
         raise BatchError(
-            f"the batch names (tokens, units) {planned.get(place)} as row {place} of episode "
-            f"{entry.episode_id}, but the bytes fetched hold {cut.get(place)}"
+            f"the batch names (tokens, units, tokens of images) {planned.get(place)} as row {place} of "
+            f"episode {entry.episode_id}, but the bytes fetched hold {cut.get(place)}"
         )
 
 

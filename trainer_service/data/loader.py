@@ -40,6 +40,11 @@ class FetchedBytes(dict[str, memoryview]):
         self.media: dict[str, memoryview] = {}
         self.lost: list[str] = []  # Reports of bytes that the buffer does not have
 
+    def media_of(self, blob: memoryview) -> dict[str, memoryview]:
+        """Return the images of an episode by digest, in its order."""
+        digests = [each.digest for each in read_header(blob)[0].media]
+        return {digest: self.media[digest] for digest in digests if digest in self.media}
+
 
 class BatchLoader:
     """Loader for the batches of a policy's trainer, on one rank."""

@@ -15,12 +15,14 @@ from areal_async.base.errors import WireError
 from areal_async.base.log import get_logger
 from areal_async.base.loop_thread import Background
 from areal_async.config.job import JobConfig
+from areal_async.data.images import previews_of
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import Batch, SeeTasks
 from areal_async.service.record import RunRecords
 from areal_async.service.samples import file_name, lines_of, sample_of, short_text
 from areal_async.trajectory import seen_by, unpack
 from trainer_service.data.lessons import load_tokenizer
+from trainer_service.data.loader import FetchedBytes
 from trainer_service.durable_files import room_for
 from trainer_service.errors import DiskFull
 from trainer_service.loop.step import StepPlan
@@ -62,16 +64,17 @@ class StepSamples:
         batch: Batch,
         plan: StepPlan,
         chosen: Sequence[int],
-        blobs: Mapping[str, Any],
+        blobs: FetchedBytes,
         advantages: ByUnit,
     ) -> None:
         """Start to write samples of those `chosen` episodes whose bytes are in `blobs`."""
         held = [(index, blob) for index in chosen if (blob := blobs.get(plan.episodes[index].episode_id))]
+        media = {index: blobs.media_of(blob) for index, blob in held}
 
         def work() -> None:
             try:
                 with room_for("samples of a step", self._run_log.path.parent):
-                    self._write(batch, plan, held, advantages)
+                    self._write(batch, plan, held, advantages, media)
             except DiskFull:
                 raise
             except Exception as error:
@@ -81,7 +84,12 @@ class StepSamples:
             self.writing.begin(work)
 
     def _write(
-        self, batch: Batch, plan: StepPlan, held: Sequence[tuple[int, Any]], advantages: ByUnit
+        self,
+        batch: Batch,
+        plan: StepPlan,
+        held: Sequence[tuple[int, Any]],
+        advantages: ByUnit,
+        media: Mapping[int, Mapping[str, memoryview]],
     ) -> None:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(Path(self._job.model))
@@ -93,6 +101,7 @@ class StepSamples:
                 self._tokenizer.decode,
                 lowest_version=batch.lowest_version,
                 advantages=advantages.get(index, {}),
+                previews=previews_of(media[index]),
                 policy=batch.policy,
                 step=batch.step,
                 version=entry.max_version,

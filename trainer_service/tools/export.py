@@ -43,6 +43,7 @@ def main(request: ExportRequest) -> None:
                             reward=entry.reward,
                             components=entry.components,
                             parts=entry.parts,
+                            media=recorded.media,
                         )
                     )
     size_bytes = out.stat().st_size

@@ -27,7 +27,7 @@ from areal_async.config.checks import check_fields
 from areal_async.config.content import content_mistakes
 from areal_async.config.devices import device_mistakes
 from areal_async.config.engines import declared_engine, evaluation_engine
-from areal_async.config.files import check_config, lora_target_mistakes
+from areal_async.config.files import check_config, json_in, lora_target_mistakes
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.config.parallel import RankGrid
@@ -66,6 +66,7 @@ def main(request: PlanRequest) -> None:
             for name, use in models_of(job).items()
             if name != TRAINED_MODEL
         },
+        "vision": vision_figures(job, shapes[TRAINED_MODEL]),
         "uncounted_layers": sorted({layer for model in shapes.values() for layer in model.uncounted}),
     }
     if request.as_json:
@@ -99,6 +100,26 @@ def job_memory(job: JobConfig, source: str = "job") -> tuple[Mapping[str, ModelS
     if mistakes := [*lora_target_mistakes(job, tensor_shapes(job.model))]:
         raise ConfigError(source, mistakes)
     return shapes, rank
+
+
+def vision_figures(job: JobConfig, model: ModelShape) -> dict[str, Any] | None:
+    """Return the size and the work of the model's vision tower, and the tokens of the largest image; None if
+    it has no tower. The tokens are None if its config does not say them."""
+    if not model.tower:
+        return None
+    from trainer_service.data.flops import load_row_cost  # loads torch
+
+    cost, files = load_row_cost(job.model, trains_vision=True), ("config.json", "preprocessor_config.json")
+    config, processor = (json_in(job.model / name) or {} for name in files)
+    vision, size = config["vision_config"], processor.get("size", {})
+    pixels = job.rollout.images.max_pixels or processor.get("max_pixels") or size.get("longest_edge")
+    side = vision.get("patch_size", 0) * vision.get("spatial_merge_size", 0)
+    return {
+        "parameters": sum(map(prod, model.tower.values())),
+        "trained": options_of(job.trainer).trains_vision,
+        "flops_per_token": {"of an image": cost.vision, "language model": cost.linear},
+        "largest_image_tokens": pixels // side**2 if pixels and side else None,
+    }
 
 
 @cache
@@ -333,6 +354,7 @@ def _show(found: Mapping[str, Any], remedies: Sequence[str]) -> None:
     for name, further in found["further_models"].items():
         kind = "trained" if further["trained"] else "frozen"
         lines.append(f"{name}: {_count(further['parameters'])} parameters, {kind}")
+    lines += [*_vision_lines(found["vision"])] if found["vision"] else []
     lines += [", ".join(options).replace('"', "")] if options else []
     console.print("\n".join(lines), markup=False)
     each = {name: _size(size) for name, size in found["bytes_per_rank"].items() if size}
@@ -364,6 +386,15 @@ def _show(found: Mapping[str, Any], remedies: Sequence[str]) -> None:
         lines.append(f"Not counted is what these layers of a block keep: {', '.join(layers)}.")
         lines.append("A pass takes more than is said here, and fewer tokens fit.")
     console.print("\n".join(lines), markup=False)
+
+
+def _vision_lines(vision: Mapping[str, Any]) -> Iterator[str]:
+    kind, work = "trained" if vision["trained"] else "frozen", vision["flops_per_token"]
+    sizes = [f"{work[name] / 1e9:.2f} GFLOP" for name in work]
+    yield f"vision tower: {_count(vision['parameters'])} parameters, {kind}"
+    yield f"forward pass of a token of an image: {sizes[0]} in the tower, {sizes[1]} in the language model"
+    if tokens := vision["largest_image_tokens"]:
+        yield f"tokens of the largest image: {tokens:,}"
 
 
 def _device_table(device: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:

@@ -125,7 +125,9 @@ def served_by(part: EnginePart, rollout: RolloutSection, model: ModelShape, slot
         widest = max(3 * gate, 3 * chosen * routed, block.width("q_proj.weight") + 2 * keys)
         wide = max(wide, widest // tensor + (4 + chosen) * model.hidden)
     weights, kv_token = c * model.size // ranks, kv_bytes * kv * tensor // ranks
-    return Served(weights, kv_token, c * wide, model.vocabulary, slots, rollout.max_model_len, flags, ranks)
+    tower = next((shape[0] for name, shape in model.tower.items() if "patch_emb" in name), 0)
+    longest = rollout.max_model_len
+    return Served(weights, kv_token, c * wide, model.vocabulary, slots, longest, flags, ranks, tower)
 
 
 def _reward_models(job: JobConfig, shapes: Shapes) -> Iterator[tuple[str, str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 from areal_async.service.samples import SampleKind
 from areal_async.show.loggers import LoggedRun, missing_package
-from areal_async.show.loggers.tables import COLUMNS, row
+from areal_async.show.loggers.tables import table_of
 
 MOST_PARAMETERS = 100  # Limit for one request
 MOST_CHARACTERS = 500  # Limit for a parameter's value
@@ -56,9 +57,15 @@ class MLflow:
         )
 
     def samples(self, steps: int, kind: SampleKind, samples: Sequence[Mapping[str, Any]]) -> None:
-        name = f"samples/{kind}-{steps:08d}.json"
-        table = {"columns": [*COLUMNS], "data": [row(sample) for sample in samples]}
-        self._client.log_dict(self._id, table, name)
+        name, number = f"samples/{kind}-{steps:08d}.json", itertools.count()
+
+        def shown(picture: Any) -> dict[str, str]:
+            path = f"table_images/{name.removesuffix('.json')}/{next(number)}.png"
+            self._client.log_image(self._id, picture, path)
+            return {"type": "image", "filepath": path, "compressed_filepath": path}
+
+        columns, rows = table_of(samples, shown)
+        self._client.log_dict(self._id, {"columns": columns, "data": rows}, name)
         tables = [*self._state.get("tables", ()), {"path": name, "type": "table"}][-MOST_TABLES:]
         self._state["tables"] = tables
         self._client.set_tag(self._id, TABLES, json.dumps(tables))

@@ -1,12 +1,43 @@
-"""Samples as rows of a table and as text, for loggers."""
+"""Samples as rows of a table, as text and as pictures, for loggers."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 COLUMNS = ("episode", "task", "prompt", "response", "reward", "rewards", "ground_truth", "finish", "version")
+
+
+def table_of(
+    samples: Sequence[Mapping[str, Any]], shown: Callable[[Image], Any]
+) -> tuple[list[str], list[list[Any]]]:
+    """Return the columns and rows of samples. If an episode has images, there is a column with `shown(…)` of
+    its picture, or None."""
+    rows, pictures = [row(sample) for sample in samples], [picture(sample) for sample in samples]
+    if not any(pictures):
+        return [*COLUMNS], rows
+    told = [[*cells, one and shown(one)] for cells, one in zip(rows, pictures, strict=True)]
+    return [*COLUMNS, "images"], told
+
+
+def picture(sample: Mapping[str, Any]) -> Image | None:
+    """Return the previews of an episode's images side by side, or None without images."""
+    if not (urls := [*(sample.get("images") or {}).values()]):
+        return None
+    from PIL import Image as pillow  # takes 50 ms, and most runs have no images
+
+    files = [io.BytesIO(base64.b64decode(url.partition(",")[2])) for url in urls]
+    parts = [pillow.open(file, formats=["JPEG"]) for file in files]
+    whole = pillow.new("RGB", (sum(one.width for one in parts), max(one.height for one in parts)), "white")
+    for number, one in enumerate(parts):
+        whole.paste(one, (sum(before.width for before in parts[:number]), 0))
+    return whole
 
 
 def row(sample: Mapping[str, Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from areal_async.service.samples import SampleKind
 from areal_async.show.loggers import LoggedRun, missing_package
-from areal_async.show.loggers.tables import COLUMNS, row
+from areal_async.show.loggers.tables import table_of
 
 _open: set[str] = set()
 """Ids of the open runs of this process. They share wandb's service process."""
@@ -37,7 +37,7 @@ class WeightsAndBiases:
         own = run.state.setdefault("id", secrets.token_hex(8))
         offline = (mode or os.environ.get("WANDB_MODE", "")) == "offline"
         self._offline = offline
-        self._table = wandb.Table
+        self._table, self._image = wandb.Table, wandb.Image
         self._run: Any = wandb.init(
             project=project,
             entity=entity,
@@ -63,8 +63,8 @@ class WeightsAndBiases:
         self._run.log({"steps": steps, **values})
 
     def samples(self, steps: int, kind: SampleKind, samples: Sequence[Mapping[str, Any]]) -> None:
-        table = self._table(columns=[*COLUMNS], data=[row(sample) for sample in samples])
-        self._run.log({"steps": steps, f"samples/{kind}": table})
+        columns, rows = table_of(samples, self._image)
+        self._run.log({"steps": steps, f"samples/{kind}": self._table(columns=columns, data=rows)})
 
     def flush(self) -> None:
         """Do nothing, because wandb's own process has already received the values."""

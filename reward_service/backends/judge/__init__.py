@@ -91,6 +91,9 @@ class JudgeArguments(Section):
     """Longest reply in tokens."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """Further fields of the request. A field set to null is left out."""
+    max_images: int = Field(default=8, ge=0, le=64)
+    """Most images of an episode that the judge sees. If there are more, it sees the first and the last ones.
+    With 0, it reads only texts."""
     max_in_flight: int = Field(default=16, ge=1, le=65_536)
     """Largest number of requests in flight."""
     retries: int = Field(default=4, ge=0, le=1000)

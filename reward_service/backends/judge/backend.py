@@ -14,7 +14,9 @@ import asyncio
 import os
 import random
 import time
-from typing import Self
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Self
 
 import msgspec
 
@@ -22,9 +24,11 @@ from areal_async.base.log import get_logger
 from areal_async.base.verdicts import Failure, FaultOf, Timeout, Verdict
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import RewardSpec
+from areal_async.data.images import ImageError
 from reward_service import metrics
 from reward_service.backends import Call, MissingText, arguments_of, fill, inputs_of, set_within
 from reward_service.backends.judge import JudgeArguments
+from reward_service.backends.judge.images import REFUSED, image_parts, without_marks
 from reward_service.backends.judge.replies import (
     ADVICE,
     CUT_BY,
@@ -162,11 +166,13 @@ class Judge(QueuedBackend):
     async def _score(self, given: RewardInput, begun_s: list[float]) -> Verdict:
         arguments = self._arguments
         try:
-            bodies = self._bodies(given)
-            neutral = self._bodies(msgspec.structs.replace(given, response=NEUTRAL))[0]
-        except MissingText as error:
+            most, media = arguments.max_images, given.media
+            images = await asyncio.to_thread(image_parts, media, most) if media else []
+            asked = self._question(given, images)
+            neutral = self._question(msgspec.structs.replace(given, response=NEUTRAL), images)
+        except (MissingText, ImageError) as error:
             return Failure("input", str(error))
-        votes = await asyncio.gather(*(self._vote(body, begun_s) for body in bodies))
+        votes = await asyncio.gather(*(self._vote(asked, vote, begun_s) for vote in range(arguments.votes)))
         grades = [vote for vote in votes if isinstance(vote, float)]
         lost = [vote for vote in votes if not isinstance(vote, float)]
         verdict = verdict_of(grades, lost, arguments.votes // 2 + 1, arguments.aggregate)
@@ -174,24 +180,30 @@ class Judge(QueuedBackend):
         # neutral answer is sent now, because earlier replies do not show whether a key has been revoked
         # since.
         unjudged = isinstance(verdict, Failure) and verdict.kind == "judge"
-        if unjudged and isinstance(await self._vote(neutral, begun_s), float):
+        if unjudged and isinstance(await self._vote(neutral, 0, begun_s), float):
             return msgspec.structs.replace(verdict, fault=FaultOf.ANSWER)
+        if unjudged and images and "status" in verdict.message:
+            told = REFUSED.format(message=verdict.message.rstrip("."), images=len(images))
+            return msgspec.structs.replace(verdict, message=told)
         return verdict
 
-    def _bodies(self, given: RewardInput) -> list[bytes]:
-        """Return the request of each vote. Raises `MissingText`."""
+    def _question(self, given: RewardInput, images: Sequence[dict[str, Any]]) -> Callable[[int], bytes]:
+        """Return a function that writes the request of a vote. Raises `MissingText`."""
         arguments, structured = self._arguments, self._structured
         shown = msgspec.structs.replace(given, response=quoted(given.response, arguments.quote))
         text = fill(arguments.template, shown) + self._parse.form(structured=structured)
         system = fill(arguments.system, shown)
-        return [self._body(text, system, vote, structured=structured) for vote in range(arguments.votes)]
+        if given.media:
+            text, system = without_marks(text), without_marks(system)
+        content = [*images, {"type": "text", "text": text}] if images else text
+        return partial(self._body, content, system, structured=structured)
 
-    def _body(self, text: str, system: str, vote: int, *, structured: bool = False) -> bytes:
+    def _body(self, content: Any, system: str, vote: int, *, structured: bool = False) -> bytes:
         given = self._arguments
         messages = [{"role": "system", "content": system}] if system else []
         body = {
             "model": given.model,
-            "messages": [*messages, {"role": "user", "content": text}],
+            "messages": [*messages, {"role": "user", "content": content}],
             "max_tokens": given.max_tokens,
             "temperature": given.temperature,
             "seed": None if given.seed is None else given.seed + vote,
@@ -202,9 +214,10 @@ class Judge(QueuedBackend):
 
     # --- requests ------------------------------------------------------------------------------------
 
-    async def _vote(self, body: bytes, begun_s: list[float]) -> Vote:
+    async def _vote(self, asked: Callable[[int], bytes], vote: int, begun_s: list[float]) -> Vote:
         """Return one vote, or the reason why there is none, and record when its request began."""
         async with self._slots:
+            body = asked(vote)  # written here, because with images it may have megabytes
             begun_s.append(time.monotonic())
             trouble: Trouble | None = None
             on_the_wire = False

@@ -71,6 +71,7 @@ class RewardModelReward(BackendReward):
     """The part `reward_model`."""
 
     Arguments = RewardModelArguments
+    texts_only = True
     implementation = "reward_service.backends.reward_model.backend:RewardModel"
     worker_class = "reward_service.backends.reward_model.scorer:ModelFunction"
 

@@ -48,5 +48,5 @@ class RewardModel(WorkerPool):
         texts: list[Call] = []
         for call in calls:
             assert isinstance(call, RewardInput)
-            texts.append(msgspec.structs.replace(call, blob=b""))
+            texts.append(msgspec.structs.replace(call, blob=b"", media=[]))
         await super().submit(texts, on_verdicts, spec=spec)

@@ -184,7 +184,7 @@ def test_under_mask_an_overtaken_group_is_trained_without_its_units_that_are_too
     ledger.scored(1)
     batch = ledger.batch()
     assert ids(batch)[0] == slow.group_id
-    assert [episode.rows for episode in batch.groups[0].episodes] == [[], [(6, 1), (0, 0), (4, 2)]]
+    assert [episode.rows for episode in batch.groups[0].episodes] == [[], [(6, 1, 0), (0, 0, 0), (4, 2, 0)]]
     assert (batch.step, batch.lowest_version) == (2, 1)
     assert ledger.count("masked") == 1
     ledger.commit()

@@ -12,8 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from areal_async.base.errors import RunFolderError
@@ -23,6 +25,8 @@ from areal_async.base.verdicts import Score
 from areal_async.base.versions import VersionTag
 from areal_async.cli.tools import ExportRequest, PeekRequest
 from areal_async.config.load import dump_job
+from areal_async.data.images import digest_of
+from areal_async.data.tasks import read_tasks
 from areal_async.launch.folders import Owner, leftovers, write_keys
 from areal_async.launch.one_host import short_socket_dir, topology_here
 from areal_async.launch.plan import services_of
@@ -30,13 +34,15 @@ from areal_async.launch.run_handle import find_run
 from areal_async.rpc.messages import (
     Claim,
     EpisodeVerdict,
+    GroupSamples,
     Heartbeat,
     Lease,
     NextBatch,
     OpenTrainer,
+    PutEpisodes,
     PutVerdicts,
 )
-from areal_async.trajectory import unpack
+from areal_async.trajectory import Call, EpisodeBuilder, pack, unpack
 from replay_buffer.ledger.records import GroupState
 from replay_buffer.tools import export as export_tool
 from replay_buffer.tools.peek import (
@@ -57,7 +63,7 @@ from replay_buffer.tools.reader import open_reader
 from replay_buffer.tools.stats import answer_of, draw, stats_ended, stats_live
 from tests.callers import put
 from tests.contexts import context_for_test
-from tests.unit.buffer.conftest import serving, sums_job
+from tests.unit.buffer.conftest import SAMPLING, serving, sums_job
 
 
 class Workplace:
@@ -255,6 +261,52 @@ async def test_what_is_exported_comes_back_as_the_same_episodes(workplace, blob,
     assert [row["steps"] for row in rows if row["group_state"] == "BATCHED"] == [[0]] * 4
     leased = msgspec.structs.replace(request, state="leased", overwrite=True)
     assert await export_tool.export(leased) == {"episodes": 1, "groups": 1, "left": 0}
+
+
+async def test_images_are_exported_in_a_form_that_a_task_file_may_have(workplace, tmp_path):
+    place, out = workplace(), tmp_path / "seen.parquet"
+    request = ExportRequest(str(place.folder), str(out), overwrite=True)
+    files = [io.BytesIO(), io.BytesIO()]
+    for file, color in zip(files, ("red", "blue"), strict=True):
+        Image.new("RGB", (16, 8), color).save(file, "PNG")
+    red, blue = (file.getvalue() for file in files)
+    shown = [[red, blue, red], [blue]]
+    async with place.serving() as client:
+        epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
+        leased = (await client.call(Lease("rollout-0", 2, [VersionTag("policy", epoch, 0)]))).groups
+        group = leased[0]
+        blobs = [seeing(group.group_id, sample, *images) for sample, images in enumerate(shown)]
+        names = [digest_of(red), digest_of(blue)]
+        put = PutEpisodes([GroupSamples(group.lease_id, group.group_id, [0, 1], [], names)])
+        (stored,) = (await client.call(put, attachments=[*blobs, red, blue])).groups
+        assert stored.stored == [0, 1]
+        await export_tool.export(request)
+        live = pq.read_table(out, columns=["images"]).to_pylist()
+    before = place.digest()
+    await export_tool.export(request)
+    assert place.digest() == before
+    rows = pq.read_table(out).to_pylist()
+    assert [{"images": row["images"]} for row in rows] == live
+    wanted = [[{"bytes": data, "path": digest_of(data)} for data in images] for images in shown]
+    assert [row["images"] for row in rows] == wanted
+    told = [[image.digest for image in unpack(row["blob"]).header.media] for row in rows]
+    assert told == [[image["path"] for image in row["images"]] for row in rows]
+    truth = {"style": "rule", "ground_truth": "1"}
+    tasks = [{"prompt": row["prompt_text"], "images": row["images"], "reward_model": truth} for row in rows]
+    pq.write_table(pa.Table.from_pylist(tasks), tmp_path / "again.parquet")
+    table = read_tasks(tmp_path / "again.parquet")
+    assert [[image.data for image in table.images(row)] for row in range(2)] == shown
+
+
+def seeing(group_id: str, sample: int, *images: bytes) -> bytes:
+    """An episode whose prompt has these images."""
+    builder = EpisodeBuilder("sums", group_id.rpartition("#")[0], group_id, sample)
+    prompt = builder.prompt([*range(1, 1 + len(images)), 9])
+    for place, data in enumerate(images):
+        builder.media(prompt, digest_of(data), "image/png", len(data), place, 1)
+    builder.sampled([1, 2], [-0.5] * 2, [0] * 2, parent=prompt, call=Call(sampling=SAMPLING), epoch=1)
+    builder.text(prompt="<image>" * len(images), response="1")
+    return pack(builder.build())
 
 
 def test_text_of_a_model_cannot_steer_the_terminal():

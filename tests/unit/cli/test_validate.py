@@ -84,7 +84,6 @@ def have_tasks(*prompts, **columns):
 
 
 IMAGE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1+1="}]}]
-ONLY_TEXT = "only text is trained here"
 OWN = "reward.name=mine.py:close"
 ARGUMENT = "reward={name: 'mine.py:close', args: {digits: 2}}"
 GROUPED = MARKED.replace("@reward", "@reward(scope='group')")
@@ -97,7 +96,7 @@ SPOILT = [
     (
         have_tasks("1+1=", "1" * 64, "1" * 100),
         "tasks.train: 2 of 3 prompts",
-        "tokens or more (the longest 100)",
+        "tokens or more (the longest 100 in line 3)",
     ),
     (
         have_tasks("what is one and one", "1+1="),
@@ -107,8 +106,8 @@ SPOILT = [
     (lambda folder: make_tokenizer(TOKENS).save_pretrained(folder / "model"), "and the model has 16"),
     (have_tasks("1+1=", images=["a.png"]), "column `images`: image 1: the file ", "a.png cannot be read"),
     (have_tasks("1+1=", videos=["a.mp4"]), "videos", "only texts and images are trained here"),
-    (have_tasks("<image>1+1="), "<image>", ONLY_TEXT),
-    (have_tasks(IMAGE), "no text", ONLY_TEXT),
+    (have_tasks("<image>1+1="), "the number of images is 0, and that of <image> in the prompt is 1"),
+    (have_tasks(IMAGE), "the number of images is 0", "Write one <image> for each image in `images`"),
 ]
 REWARDS = {
     2: (OWN, UNMARKED, "is not marked. Put `@reward`"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import runpy
@@ -12,17 +13,20 @@ from itertools import pairwise
 import pytest
 import recipe_plans
 import recipe_runs
+from plan_count import Model
 
 from areal_async.base.mistakes import ConfigError
 from areal_async.base.yaml_file import dump_yaml, read_mapping
 from areal_async.config.advice import advise
 from areal_async.config.load import load_job
 from areal_async.data.examples import read_examples
-from areal_async.data.tasks import task_rows
+from areal_async.data.tasks import task_row, task_rows
+from tests.vision import picture
 
 ROOT, RECIPES = recipe_runs.ROOT, recipe_runs.RECIPES
 RUNS = json.loads((ROOT / "benchmarks/results/recipes.json").read_text())
 NAMES = sorted(RUNS)
+ON_GPUS = sorted({path.parent.name for path in recipe_plans.files()})
 DATA = re.compile(r"## Data\n+```\n(.*?)```", re.DOTALL)
 
 
@@ -70,6 +74,29 @@ def eurus(i):
     }
 
 
+def drawing(i):
+    out = io.BytesIO()
+    picture(40 + i, 30, seed=i).save(out, "PNG")
+    return {"bytes": out.getvalue(), "path": None}
+
+
+def geometry(i):
+    return {"images": [drawing(i)], "problem": "<image>Find $x$.", "answer": f"{i} \\sqrt {{ 2 }}"}
+
+
+def described(i):
+    return {
+        "question_id": str(i),
+        "image": drawing(i),
+        "question": "Please carefully observe the area circled in the image.",
+        "answer": [f"the lamp {i}", f"lamp number {i}"],
+        "segmentation": [4.0, 3.0, 24.0, 3.0, 24.0, 18.0],
+        "bbox": [4.0, 3.0, 20.0, 15.0],  # x, y, width, height
+        "iscrowd": 0,
+        "file_name": f"COCO_train2014_{i:012}.jpg",
+    }
+
+
 HUB = {  # folder and names of its files -> their rows; the places and columns that they have on the hub
     "openai/gsm8k/main train test": gsm8k,
     "openai/gsm8k/socratic train test": gsm8k,
@@ -78,6 +105,8 @@ HUB = {  # folder and names of its files -> their rows; the places and columns t
     "HuggingFaceH4/ultrafeedback_binarized/data "
     "train_prefs train_sft train_gen test_prefs test_sft test_gen": feedback,
     "PRIME-RL/Eurus-2-RL-Data/data train validation": eurus,
+    "hiyouga/geometry3k/data train validation test": geometry,
+    "lmms-lab/RefCOCOg/data val test": described,
 }
 
 
@@ -104,10 +133,10 @@ def models(tmp_path_factory):
 
 
 def test_each_recipe_has_a_page_and_every_size():
-    assert [*recipe_runs.names()] == NAMES
-    for name in NAMES:
+    assert {*NAMES} <= {*recipe_runs.names()}
+    for name in ON_GPUS:
         there = {path.name for path in (RECIPES / name).iterdir()}
-        assert there >= {"README.md", "1_gpu.yaml", "8_gpus.yaml", "64_gpus.yaml", "tiny.yaml"}
+        assert there >= {"README.md", "1_gpu.yaml", "8_gpus.yaml", "64_gpus.yaml"}
         page = (RECIPES / name / "README.md").read_text()
         assert f"areal-async run recipes/{name}/1_gpu.yaml " in page
         assert {"(1_gpu.yaml)", "(8_gpus.yaml)", "(64_gpus.yaml)"} <= {*re.findall(r"\(\w+\.yaml\)", page)}
@@ -123,6 +152,30 @@ def test_a_job_file_for_gpus_is_valid_and_fits_them_by_two_counts(path, models):
     assert plan["mistakes"] == []
     assert plan["fits"]
     assert plan["ratio"] <= 1.06, plan
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen2.5-VL-3B", 3_754_622_976),
+        ("Qwen2.5-VL-7B", 8_292_166_656),
+        ("Qwen2.5-VL-32B", 33_452_718_336),
+        ("Qwen3-VL-2B", 2_127_532_032),
+        ("Qwen3-VL-8B", 8_767_123_696),
+    ],
+)
+def test_the_configs_of_models_with_images_give_their_published_sizes(name, parameters):
+    model = Model(recipe_plans.config_of(f"Qwen/{name}-Instruct"))
+    assert model.size + model.tower_shard(1) == parameters
+
+
+def test_the_page_tells_the_figures_of_the_long_job_with_images():
+    plans = json.loads((ROOT / "benchmarks/results/recipe_plans.json").read_text())
+    assert {f"{path.parent.name}/{path.name}" for path in recipe_plans.files()} == {*plans}
+    row, page = plans["geo3k/long_8_gpus.yaml"], (RECIPES / "geo3k/README.md").read_text()
+    assert f"{row['peak_gib'][0]} of {row['fits_gib']} GiB" in page.replace("\n", " ")
+    step_s, waits = round(row["step_s"], -1), f"{row['trainer_idle']:.0%}".replace("%", " %")
+    assert f"a step takes {step_s:.0f} s, in which the trainer waits {waits} of the time" in page
 
 
 def test_a_mistake_in_a_recipe_is_found_without_its_model(tmp_path, models):
@@ -158,7 +211,7 @@ def test_the_pages_tell_the_figures_of_the_last_run(name):
     assert f"{told} in {steps} steps" in (RECIPES / name / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_GPUS)
 def test_the_commands_for_the_data_make_what_the_jobs_name(name, hub, monkeypatch):
     monkeypatch.chdir(hub)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repository, **_: str(hub / repository))
@@ -173,13 +226,26 @@ def test_the_commands_for_the_data_make_what_the_jobs_name(name, hub, monkeypatc
         for file in job["tasks"].values():
             prepared = hub / "recipes" / name / file
             if job.get("kind", "rl") == "rl":
-                rows[file] = [row for _, row in task_rows(prepared, None)]
+                rows[file] = [task_row(where, row) for where, row in task_rows(prepared, None)]
             else:
                 rows[file] = list(read_examples(prepared, job["kind"])[1])
     assert rows
     assert all(rows.values())
     if name == "code-sandbox":
         assert {row["ability"] for row in rows["data/train.jsonl"]} == {"code"}
+    if name == "geo3k":  # equal prompts with different images
+        assert len(rows["data/train.jsonl"]) == len(rows["data/held_out.jsonl"]) == 40
+        first = rows["data/four.jsonl"][0]
+        assert [part["type"] for part in first["prompt"][0]["content"]].count("image") == 4
+        assert len({image.facts.digest for image in first["images"]}) == 4
+        assert first["reward_model"]["ground_truth"].count("\\sqrt") == 4
+    if name == "referring-expressions":
+        assert len(rows["data/train.jsonl"]) == 80
+        for row in rows["data/train.jsonl"]:
+            (image,) = row["images"]
+            x1, y1, x2, y2 = json.loads(row["reward_model"]["ground_truth"])
+            assert (y1, y2) == (100, 600)
+            assert (round(x1 * image.facts.width / 1000), round(x2 * image.facts.width / 1000)) == (4, 24)
     if name == "dapo-maths":
         assert len(rows["data/held_out.jsonl"]) == 10  # each problem once
 

@@ -146,7 +146,7 @@ def test_a_bad_image_is_named_by_file_row_column_and_number(write, folder, name)
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        ("<image> or <image>", r"1 images, and its prompt has 2 places .* Write one <image>"),
+        ("<image> or <image>", r"images is 1, and that of <image> in the prompt is 2\. Write one <image>"),
         ([{"role": "system", "content": "s"}], "no message of the user"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "the content part"),
         ([{"role": "user", "content": [{"type": "image", "image": "a/1.png"}]}], "images into `images`"),
@@ -161,8 +161,15 @@ def test_a_prompt_that_does_not_fit_its_images_is_refused(write, folder, prompt,
 
 @pytest.mark.parametrize("prompt", ["see <image>", [{"role": "user", "content": [IMAGE, text("q")]}]])
 def test_a_placeholder_without_an_image_is_refused(write, prompt):
-    with pytest.raises(TaskFileError, match=r"only text is trained|without an image"):
+    with pytest.raises(
+        TaskFileError, match=r"the number of images is 0, and that of <image> in the prompt is 1\. Write one"
+    ):
         read_tasks(write("tasks.jsonl", [row(prompt)]))
+
+
+def test_parts_of_text_alone_become_one_text(write):
+    (task,) = read_tasks(write("tasks.jsonl", [row(user(text("see "), text("this")))]))
+    assert task.prompt == [{"role": "user", "content": "see this"}]
 
 
 @pytest.mark.parametrize("column", ["image", "videos", "video", "audios", "audio"])

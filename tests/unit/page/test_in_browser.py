@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import shutil
 import threading
 import urllib.error
@@ -12,8 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from areal_async.base.http_server import HttpLimits, HttpServer, listen
+from areal_async.data.images import preview_of
 from areal_async.show.page.app import view_app
 from areal_async.show.page.report import write_report
 from tests.unit.page.browser import Tab, chromium
@@ -146,6 +149,46 @@ def test_what_a_model_wrote_is_text_and_nothing_else(tab: Tab, tmp_path: Path) -
             )
             tab.eval(f"{{{let_in}}}")
             assert tab.eval("window.hurt") is None
+
+
+def test_images_are_small_pictures_and_no_other_address_is_loaded(tab: Tab, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    append(folder, [step(0)])
+    preview = preview_of(png_of(200, 100))
+    bad = {
+        f'{HOSTILE}"': preview,
+        "other": f'{preview}" onerror="window.hurt=1',
+        "page": "data:text/html,<script>window.hurt=1</script>",
+        "drawn": "data:image/svg+xml;base64,PHN2Zy8+",
+        "script": "javascript:window.hurt=1",
+        "far": "http://127.0.0.1:9/pixel.png",
+        HOSTILE: HOSTILE,
+    }
+    shown = episode(images=bad)
+    shown["segments"][0]["images"] = [*bad, "lost", "__proto__"]
+    write_samples(folder, "step-00000000.jsonl", [shown])
+    report = tmp_path / "report.html"
+    write_report([folder], report)
+    pictures = "[...document.querySelectorAll('main img')]"
+    with served(folder) as url:
+        for address in (f"{url}/#token={TOKEN}", report.as_uri()):
+            fresh(tab, address)
+            tab.wait(f"{pictures}.length && {pictures}.every(each => each.complete)", address)
+            found = tab.eval(f"{pictures}.map(each => [each.naturalWidth, each.naturalHeight, each.alt])")
+            assert found == [[128, 64, "image 1 of 9"]]
+            assert tab.eval("document.querySelector('.pictures').textContent") == "8 images without a preview"
+            assert tab.eval("window.hurt") is None
+            assert tab.said == []
+            # The policy of the page would not load a picture from elsewhere either.
+            told = "document.addEventListener('securitypolicyviolation', e => { kept = e.effectiveDirective })"
+            tab.eval(f"{{ {told}; new Image().src = '/x.png' }}")
+            tab.wait("window.kept === 'img-src'")
+
+
+def png_of(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), "red").save(file, "PNG")
+    return file.getvalue()
 
 
 def test_the_samples_are_reached_and_read_by_keyboard(tab: Tab, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from areal_async.base.records import Task
 from areal_async.base.verdicts import Abstain, Score, Verdict
 from areal_async.cli.tools import AnswersRequest, EvaluateRequest
 from areal_async.config.job import JobConfig, merged
+from areal_async.data.images import digest_of, preview_of
 from areal_async.data.tasks import read_tasks
 from areal_async.models.answers import Detokenizer
 from areal_async.rpc.weights_messages import NoNews
@@ -426,3 +427,8 @@ async def test_held_out_tasks_with_images_are_answered_and_scored_with_their_byt
     source = ScriptedSource(notice(0, final=True), opens={0: endless.weights(0)})
     await run(endless, tmp_path, source, list(table), Looking(), workflow, whole=table.whole)
     assert seen == [data, data if gets_bytes else b""]
+    ((_, _, path),) = sample_files(tmp_path)
+    (sample,) = read_samples(path)
+    ((name, preview),) = sample["images"].items()
+    assert name == digest_of(data)
+    assert preview == preview_of(data)

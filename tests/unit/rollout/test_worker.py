@@ -95,7 +95,8 @@ def picture_group(number: int, **given: Any) -> tuple[Any, bytes]:
     picture(8, 8, number).save(out, "PNG")
     made = group(number, **given)
     images = (ImageFile(inspect_image(out.getvalue())),)
-    task = msgspec.structs.replace(made.task, images=images)
+    prompt = [{"role": "user", "content": [{"type": "image"}]}]
+    task = msgspec.structs.replace(made.task, images=images, prompt=prompt)
     return msgspec.structs.replace(made, task=task), out.getvalue()
 
 

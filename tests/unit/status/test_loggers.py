@@ -11,12 +11,14 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from PIL import Image
 
 from areal_async.base.log import get_logger, setup_logging
 from areal_async.base.mistakes import ConfigError
 from areal_async.base.secrecy import is_secret, shown
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
+from areal_async.data.images import preview_of
 from areal_async.service.record import RunLog, read_run_log
 from areal_async.service.samples import file_name, lines_of, write_samples
 from areal_async.show import loggers
@@ -24,6 +26,13 @@ from areal_async.show.loggers import figures_of, watched_by_loggers
 from areal_async.show.loggers.tables import COLUMNS, markdown, row
 from areal_async.show.page.report import differences
 from tests.waiting import wait_for
+
+
+def png_of(width, height, color):
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), color).save(file, "PNG")
+    return file.getvalue()
+
 
 SAMPLE = {
     "policy": "policy", "group": "g", "episode": "g.0", "task": "t", "ground_truth": 5, "reward": 1.0,
@@ -35,6 +44,21 @@ SAMPLE = {
         {"author": "assistant", "text": "It is 5."},
     ],
 }  # fmt: skip
+
+
+RED, BLUE = (preview_of(png_of(*each)) for each in ((256, 64, "red"), (8, 8, "blue")))
+SEEN = SAMPLE | {"episode": "g.2", "images": {"a": RED, "b": BLUE}}
+"""An episode with two images, and what is shown of them: both side by side."""
+
+
+def assert_shows_both(file):
+    with Image.open(file) as shown:
+        image = shown.convert("RGB")
+    assert image.size == (128 + 8, 32)
+    places = ((64, 16), (132, 4), (132, 24))
+    assert [tuple(round(value, -2) for value in image.getpixel(place)) for place in places] == [
+        (300, 0, 0), (0, 0, 300), (300, 300, 300),
+    ]  # fmt: skip
 
 
 def a_run(folder, steps, first=0):
@@ -57,7 +81,7 @@ def a_run(folder, steps, first=0):
                 )  # fmt: skip
         run_log.write("load", steps=steps)
         write_samples(folder, file_name("step", first), lines_of([SAMPLE, SAMPLE | {"episode": "g.1"}]))
-        write_samples(folder, file_name("evaluation", first + 3), lines_of([SAMPLE]))
+        write_samples(folder, file_name("evaluation", first + 3), lines_of([SAMPLE, SEEN]))
         run_log.write("end", ending="finished")
 
 
@@ -125,6 +149,13 @@ def test_tensorboard_reads_what_the_records_say_and_a_resume_goes_on(tmp_path):
     (text, later) = events.Tensors("samples/step")
     assert (text.step, later.step) == (1, 3)
     assert text.tensor_proto.string_val[0].decode() == markdown(SAMPLE)
+    assert "samples/step/images" not in events.Tags()["tensors"]
+    (seen, _) = events.Tensors("samples/evaluation/images")
+    width, height, file = seen.tensor_proto.string_val
+    assert (seen.step, width, height) == (3, b"136", b"32")
+    assert_shows_both(io.BytesIO(file))
+    plugin = events.SummaryMetadata("samples/evaluation/images").plugin_data.plugin_name
+    assert plugin == "images"
     assert "    calc\n    [tool]\n    5It is 5." in markdown(SAMPLE)
 
 
@@ -153,6 +184,14 @@ def test_mlflow_reads_what_the_records_say_and_a_resume_goes_on(tmp_path):
     table = json.loads(Path(path).read_text())
     assert table["columns"] == [*COLUMNS]
     assert table["data"][0] == row(SAMPLE)
+    path = client.download_artifacts(run.info.run_id, "samples/evaluation-00000003.json", str(tmp_path))
+    table = json.loads(Path(path).read_text())
+    assert table["columns"] == [*COLUMNS, "images"]
+    assert table["data"][0] == [*row(SAMPLE), None]
+    shown = table["data"][1][-1]
+    assert shown["type"] == "image"
+    for name in ("filepath", "compressed_filepath"):
+        assert_shows_both(client.download_artifacts(run.info.run_id, shown[name], str(tmp_path)))
 
 
 def entries_of(data, block=32768):
@@ -178,11 +217,13 @@ def test_wandb_offline_reads_what_the_records_say(tmp_path, monkeypatch):
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     live_twice(tmp_path, *({"name": "wandb", "args": {"project": name}} for name in ("sums", "twice")))
-    found = defaultdict(list)
+    found, pictures, tables = defaultdict(list), [], []
     for path in sorted((tmp_path / "loggers" / "wandb").glob("offline-run-*/*.wandb")):
         for data in entries_of(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
+            for entry in record.artifact.manifest.contents:
+                (pictures if entry.path.endswith(".png") else tables).append(Path(entry.local_path))
             if record.HasField("run"):
                 run = (record.run.run_id, record.run.project, record.run.display_name)
             if record.HasField("history"):
@@ -200,6 +241,13 @@ def test_wandb_offline_reads_what_the_records_say(tmp_path, monkeypatch):
         assert sampled == [1, 3, 3, 5]
     table = next(tmp_path.glob("loggers/wandb/offline-run-*/files/media/table/samples/step*.table.json"))
     assert json.loads(table.read_text())["data"][0] == row(SAMPLE)
+    # The pictures are files of the table's artifact.
+    assert len(pictures) == 4  # of two evaluations, in two runs
+    for path in pictures:
+        assert_shows_both(path)
+    seen = [table for path in tables if (table := json.loads(path.read_text()))["columns"] != [*COLUMNS]]
+    assert [table["columns"] for table in seen] == [[*COLUMNS, "images"]] * 4
+    assert [row[-1] and row[-1]["_type"] for row in seen[0]["data"]] == [None, "image-file"]
 
 
 class Told:
@@ -294,7 +342,7 @@ def test_the_logger_that_the_page_shows_is_one(tmp_path):
     watch(tmp_path, {"name": f"{tmp_path / 'lines.py'}:Lines", "args": {"name": "told.jsonl"}})
     lines = [json.loads(line) for line in (tmp_path / "loggers" / "told.jsonl").read_text().splitlines()]
     assert [line["reward"] for line in lines if "lr" in line] == [0.0, pytest.approx(0.1), pytest.approx(0.2)]
-    assert [line["episode"] for line in lines if "episode" in line] == ["g.0", "g.1", "g.0"]
+    assert [line["episode"] for line in lines if "episode" in line] == ["g.0", "g.1", "g.0", "g.2"]
 
 
 NAMES = [

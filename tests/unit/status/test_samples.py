@@ -1,9 +1,16 @@
 import asyncio
+import base64
+import io
+import json
 import stat
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from areal_async.base.errors import FaultError
+from areal_async.data import images
+from areal_async.data.images import decode_image, digest_of, previews_of
 from areal_async.service import samples
 from areal_async.service.record import RunLog, open_records
 from areal_async.service.samples import (
@@ -60,6 +67,45 @@ def test_an_episode_is_told_segment_by_segment_with_what_is_known_of_its_units(m
     assert [segment["text"] for segment in cut["segments"]] == ["2+3=", "ca", "", ""]
     assert cut["units_left_out"] == 5
     assert "advantage" not in cut["segments"][1]
+
+
+def test_images_are_small_pictures_and_each_is_one_token_of_the_text(monkeypatch):
+    files = [png_of(700, 300), png_of(8, 8), b"no image"]
+    facts = [(digest_of(data), "image/png", len(data)) for data in files]
+    builder = EpisodeBuilder("job", "task", "task#0", 1)
+    prompt = builder.prompt([*b"<*****>?"])
+    call = builder.sampled([*b"look"], [-0.25] * 4, 3, parent=prompt)
+    tool = builder.observed(SegmentKind.TOOL, [*b"**and***and*"], call, turn=1)
+    builder.media(prompt, *facts[0], 1, 5)
+    for first, count, fact in ((5, 3, facts[1]), (0, 2, facts[0]), (11, 1, facts[2])):
+        builder.media(tool, *fact, first, count)
+    media = {fact[0]: data for fact, data in zip(facts, files, strict=True)}
+    told = sample_of(builder.build(), decode, previews=previews_of(media))
+    assert [segment["text"] for segment in told["segments"]] == ["<*>?", "look", "*and*and*"]
+    digests = [fact[0] for fact in facts]
+    assert [segment.get("images") for segment in told["segments"]] == [digests[:1], None, digests]
+    assert [*told["images"]] == digests[:2]  # the bytes of the third cannot be decoded
+    sizes = [preview(url).size for url in told["images"].values()]
+    assert sizes == [(128, 55), (8, 8)]
+    assert all(len(url) < 16_000 for url in told["images"].values())
+    assert json.loads(lines_of([told])) == told
+
+    monkeypatch.setattr(images, "MOST_PREVIEWS", 1)
+    assert [*previews_of(media)] == digests[:1]
+    assert sample_of(builder.build(), decode)["images"] == {}
+
+
+def png_of(width, height):
+    noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    return file.getvalue()
+
+
+def preview(url):
+    kind, _, data = url.partition(",")
+    assert kind == "data:image/jpeg;base64"
+    return decode_image(base64.b64decode(data))
 
 
 def test_files_are_the_users_alone_and_the_whole_run_stays_in_view_within_the_bounds(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from areal_async.data.images import inspect_image
+from areal_async.models.files import placeholder_ids
 from areal_async.models.vision import ImageProcessor
 from tests.unit.trainer.conftest import plain_row
 from tests.vision import picture
@@ -83,16 +84,23 @@ def own_model(folder: Path) -> Any:
 
 
 def own_logprobs(model: Any, folder: Path, row: TrainingRow) -> Tensor:
-    """Return the log-probs of a row's units, by the model's own forward pass over it."""
+    """Return the log-probs of a row's units, by the model's own forward pass over it. Placeholder tokens
+    have probability 0."""
     processor, ids = processor_of(folder), torch.from_numpy(row.token_ids.astype(np.int64))
     more: Mapping[str, Tensor] = {}
     if row.images:
         images = [Image.open(io.BytesIO(image.data)) for image in row.images]
         kinds = (ids == processor.placeholder_id).int()
         more = {**processor.features(images), "mm_token_type_ids": kinds[None]}
-    logits = model(input_ids=ids[None], use_cache=False, **more).logits[0]
     at = torch.from_numpy(row.position)
-    return logits.log_softmax(-1)[at - 1].gather(1, ids[at][:, None])[:, 0]
+    return sampled_from(model, ids, **more)[at - 1].gather(1, ids[at][:, None])[:, 0]
+
+
+def sampled_from(model: Any, ids: Tensor, **more: Any) -> Tensor:
+    """Return [T, V]: log-probs of the token after each of T tokens."""
+    logits = model(input_ids=ids[None], use_cache=False, **more).logits[0]
+    never = torch.tensor(placeholder_ids(model.config.to_dict()))
+    return logits.index_fill(1, never, -torch.inf).log_softmax(-1)
 
 
 def weights_of(n_units: int) -> Tensor:

@@ -153,3 +153,18 @@ def test_units_below_the_lowest_version_count_as_masked_not_as_stale():
     assert (figures.staleness_max, figures.staleness_mean) == (4, 2.5)
     with pytest.raises(StalenessViolation):
         _plan(replace(batch, lowest_version=0))
+
+
+def test_rows_with_images_are_dealt_by_the_work_of_the_vision_tower():
+    """By tokens alone, the two short rows with images would be on one rank, beside the long row of text."""
+    batch = _batch([[(0.0, 1, 5, 5)], [(0.0, 1, 5, 5)], [(0.0, 1, 5, 5)]])
+    sizes = [(10, 1, 8), (20, 1, 0), (10, 1, 8)]
+    groups = [
+        replace(group, episodes=[replace(group.episodes[0], rows=[size])])
+        for group, size in zip(batch.groups, sizes, strict=True)
+    ]
+    batch = replace(batch, groups=groups)
+    shares = _plan(batch, ranks=2, cost=RowCost(linear=10, attention=0, head=0, vision=100)).shares[0]
+    assert [sorted(share) for share in shares] == [[0, 1], [2]]
+    shares = _plan(batch, ranks=2, cost=RowCost(linear=10, attention=0, head=0)).shares[0]
+    assert [sorted(share) for share in shares] == [[1], [0, 2]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from plan_count import counted
 from transformers import DeepseekV3Config
 
 from areal_async.base.mistakes import ConfigError
+from areal_async.config.engine_memory import Served, sglang_memory
 from areal_async.config.job import JobConfig
 from tests.unit.trainer.test_memory import plan, sized
 from trainer_service.tools.gpus import MIB, gpu_named
@@ -356,3 +358,42 @@ def test_shares_of_one_gpu_agree_with_the_second_count(make):
         own = second[engine["section"]]
         assert engine["kv_tokens"] == pytest.approx(own["kv_tokens"], rel=0.01)
         assert engine["total_bytes"] == pytest.approx(own["total"], rel=0.01)
+
+
+def test_a_vision_tower_and_the_tokens_of_an_image_are_planned(tmp_path):
+    """The tower has 676,550,144 of the model's 8,292,166,656 parameters. An image of 28 x 28 pixels is a
+    token, of 4 patches."""
+    written(lambda: None, tmp_path)
+    config = recipe_plans.config_of("Qwen/Qwen2.5-VL-7B-Instruct")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"max_pixels": 12_845_056}))
+
+    def told(*overrides):
+        return json.loads(plan(tmp_path, "--json", "--gpu", "H100", *overrides).output)
+
+    found = told()
+    assert found["parameters"] == 8_292_166_656
+    blocks = 32 * 1280 * (4 * 1280 + 3 * 3420)
+    assert found["vision"] == {
+        "parameters": 676_550_144,
+        "trained": False,
+        "flops_per_token": {"of an image": 2 * 4 * blocks, "language model": 13_050_576_896},
+        "largest_image_tokens": 16_384,
+    }
+    trained = told("rollout.images.max_pixels=1003520", "trainer.backend_args={vision: trained}")
+    assert (trained["vision"]["trained"], trained["vision"]["largest_image_tokens"]) == (True, 1280)
+    grown = (
+        trained["bytes_per_rank"]["AdamW moments (fp32)"] - found["bytes_per_rank"]["AdamW moments (fp32)"]
+    )
+    assert grown == 8 * 676_550_144
+    shown = plan(tmp_path).output
+    assert "vision tower: 0.68 billion parameters, frozen" in shown
+    assert "tokens of the largest image: 16,384" in shown
+
+
+def test_sglang_leaves_memory_free_beside_a_vision_tower():
+    served = Served(1 << 30, TOKEN, 1 << 14, 1000, 64, 2048, {})
+    shares = [
+        sglang_memory(replace(served, tower=hidden), H100, H100, 0).share for hidden in (0, 1024, 1152, 1280)
+    ]
+    assert [share / shares[0] for share in shares[1:]] == pytest.approx([0.95, 0.92477, 0.89656], abs=1e-5)

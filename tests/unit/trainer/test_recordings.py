@@ -1,14 +1,21 @@
 """Recorded batches and exported episodes read back, damage found."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pyarrow.parquet as pq
 import pytest
 from msgspec.structs import replace
 
 from areal_async.base.verdicts import Parts
+from areal_async.cli.tools import ExportRequest
+from areal_async.data.images import digest_of
+from areal_async.rpc.messages import BatchEpisode
 from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode, ExportError
+from tests.scoring import episode_blob
 from trainer_service.data.recording import Recording, read_step, write_step
 from trainer_service.errors import BatchError
+from trainer_service.tools import export
 
 STEPS = 3
 
@@ -41,6 +48,35 @@ def test_exported_episodes_have_their_bytes_and_what_was_said_of_them_in_row_gro
     assert (found[1]["reward"], found[1]["components"], found[1]["steps"]) == (1.5, [("a", 1.0)], [3])
     assert msgspec.json.decode(found[1]["parts"], type=Parts) == parts
     assert pq.read_metadata(tmp_path / "x.parquet").num_row_groups > 3
+
+
+def test_images_count_in_a_row_group_and_lost_ones_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("areal_async.trajectory.parquet.ROW_GROUP_BYTES", 3000)
+    one, lost = b"x" * 2000, b"lost"
+    blob, media = episode_blob(media=[one, lost]), {digest_of(one): one}
+    with EpisodeWriter(tmp_path / "x.parquet", "job") as file:
+        for _ in range(4):
+            file.add(ExportedEpisode(blob, "sums", "SCORED", "VERDICT", [3], None, media=media))
+    (row, *_) = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    found = [(one, digest_of(one)), (None, digest_of(lost))]
+    assert row["images"] == [{"bytes": data, "path": name} for data, name in found]
+    assert pq.read_metadata(tmp_path / "x.parquet").num_row_groups == 2
+
+
+def test_recorded_batches_are_exported_with_their_images(tmp_path, monkeypatch, capsys):
+    one = b"an image"
+    entry = BatchEpisode("t#0.0", 0, 3, 1, 0, 0, 0.5)
+    batch = SimpleNamespace(groups=[SimpleNamespace(data_source="sums", episodes=[entry])])
+    recorded = SimpleNamespace(
+        batch=batch, blobs={"t#0.0": episode_blob(media=[one])}, media={digest_of(one): one}
+    )
+    recording = SimpleNamespace(steps=[0], read=lambda step: recorded)
+    monkeypatch.setattr(export, "Recording", lambda folder: recording)
+    run = SimpleNamespace(folder=tmp_path, job=SimpleNamespace(job="job"))
+    monkeypatch.setattr(export, "find_run", lambda name: run)
+    export.main(ExportRequest("run", str(tmp_path / "x.parquet"), batches=True))
+    (row,) = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    assert row["images"] == [{"bytes": one, "path": digest_of(one)}]
 
 
 @pytest.mark.parametrize("place", [0, 40, 300, -1])

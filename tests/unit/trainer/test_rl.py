@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from msgspec.structs import replace
+from PIL import Image
 from prometheus_client import REGISTRY
 from transformers import AutoModelForCausalLM
 
@@ -17,17 +18,20 @@ from areal_async.base.log import setup_logging
 from areal_async.base.metrics import busy
 from areal_async.base.versions import VersionTag
 from areal_async.config.job import JobConfig
+from areal_async.data.images import digest_of, preview_of
 from areal_async.rpc.board import board
-from areal_async.rpc.messages import Commit, OpenTrainer, Waiting
+from areal_async.rpc.messages import BatchEpisode, Commit, OpenTrainer, Waiting
 from areal_async.rpc.secret import RunSecret
 from areal_async.service.record import RunLog, read_run_log
 from areal_async.service.samples import read_samples, sample_files
 from areal_async.trajectory import unpack
 from areal_async.weights.channels import PublishingEnd
 from areal_async.weights.snapshot import open_snapshot
+from tests.scoring import episode_blob
 from tests.unit.trainer import rank_process
 from tests.waiting import LIMIT_S, wait_for
 from trainer_service.checkpoint import CheckpointReader
+from trainer_service.data.loader import FetchedBytes
 from trainer_service.data.recording import read_step, write_step
 from trainer_service.durable_files import companion_files
 from trainer_service.errors import BatchError, DiskFull, StalenessViolation
@@ -255,6 +259,23 @@ def test_a_record_of_every_step(tmp_path, model_dir, batches):
     assert REGISTRY.get_sample_value("areal_trainer_phase_seconds_total", update) >= phases["update"]
 
 
+def test_samples_of_a_step_show_the_images_of_their_episodes(tmp_path, model_dir, batches):
+    job, run_log = rank_process.job_of(model_dir, tmp_path), RunLog(tmp_path / "metrics.jsonl")
+    samples = StepSamples(job, run_log, rank_process.RecordedBuffer(batches), "")
+    Image.new("RGB", (200, 100), "red").save(file := io.BytesIO(), "PNG")
+    seen = file.getvalue()
+    blobs = FetchedBytes({"t#0.0": memoryview(episode_blob(media=[seen]))})
+    blobs.media = {digest_of(data): memoryview(data) for data in (seen, b"of another episode")}
+    plan = SimpleNamespace(episodes=[BatchEpisode("t#0.0", 0, 3, 1, 0, 0, 0.5)], groups=[0])
+    groups = [SimpleNamespace(task_id="t", data_source="sums")]
+    batch = SimpleNamespace(step=0, policy="policy", lowest_version=0, groups=groups)
+    samples.write(batch, plan, [0], blobs, {})
+    samples.writing.wait()
+    ((_, _, path),) = sample_files(tmp_path)
+    (sample,) = read_samples(path)
+    assert sample["images"] == {digest_of(seen): preview_of(seen)}
+
+
 def test_every_few_steps_some_episodes_are_kept_as_text_with_their_advantages(
     tmp_path, model_dir, batches, monkeypatch
 ):
@@ -294,11 +315,11 @@ def test_every_few_steps_some_episodes_are_kept_as_text_with_their_advantages(
     # What cannot be told costs the samples alone; a full disk ends the trainer as it does elsewhere.
     monkeypatch.setattr("trainer_service.loop.samples.sample_of", broken)
     plan = SimpleNamespace(episodes=[entry for entry, _ in entries.values()], groups=[0] * len(entries))
-    samples.write(recorded.batch, plan, [0], recorded.blobs, {})
+    samples.write(recorded.batch, plan, [0], FetchedBytes(recorded.blobs), {})
     samples.writing.wait()
     monkeypatch.undo()
     monkeypatch.setattr(run_log, "write_samples", lambda *args: (_ for _ in ()).throw(OSError(28, "full")))
-    samples.write(recorded.batch, plan, [0], recorded.blobs, {})
+    samples.write(recorded.batch, plan, [0], FetchedBytes(recorded.blobs), {})
     with pytest.raises(DiskFull, match="samples of a step"):
         samples.writing.wait()
 

@@ -68,14 +68,14 @@ def branching_episodes(draw):
 def test_the_manifest_says_what_is_packed_whatever_is_masked(episode, lowest):
     entry = entry_of(episode, lowest_version=lowest)
     rows = _rows_of(pack(episode), entry, lowest)
-    trained = [place for place, size in enumerate(entry.rows) if size != (0, 0)]
-    assert [(row.packed_length, len(row.position)) for row in rows] == [entry.rows[p] for p in trained]
+    trained = [place for place, size in enumerate(entry.rows) if size != (0, 0, 0)]
+    assert [(row.packed_length, len(row.position), 0) for row in rows] == [entry.rows[p] for p in trained]
     for place, row in zip(trained, rows, strict=True):
         (alone,) = _rows_of(pack(episode), entry, lowest, places=[place])
         assert alone.token_ids.tolist() == row.token_ids.tolist()
-    wrong = [[*entry.rows, (1, 1)], *([*entry.rows[:place], (0, 0)] for place in trained[-1:])]
+    wrong = [[*entry.rows, (1, 1, 0)], *([*entry.rows[:place], (0, 0, 0)] for place in trained[-1:])]
     for rows in wrong:
-        with pytest.raises(BatchError, match=r"the batch names \(tokens, units\)"):
+        with pytest.raises(BatchError, match=r"the batch names \(tokens, units, "):
             _rows_of(pack(episode), replace(entry, rows=rows), lowest)
 
 
@@ -273,6 +273,7 @@ def test_rows_have_the_images_of_their_tokens_and_an_image_without_bytes_is_name
     episode = builder.build()
     blobs = FetchedBytes({episode.episode_id: memoryview(pack(episode))})
     blobs.media = {f"blake3:{name}": name.encode() for name in ("aa", "bb", "cc", "dd")}
+    assert entry_of(episode).rows == [(8, 2, 4)] * 2
     (item,) = fetched_episodes([entry_of(episode)], {0: [0, 1]}, blobs, {})
 
     def told(rows):

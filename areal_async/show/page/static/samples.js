@@ -5,6 +5,7 @@
 const Samples = (() => {
   const { node, short } = Charts;
   const BLOCK = 150, LONGEST = 600, KEPT = 8, COLOURS = 6;
+  const PREVIEW = /^data:image\/jpeg;base64,[A-Za-z0-9+/=]+$/;
   const LOGP = [0.05, 0.3, 1, 2, 4];
   const by = (id) => document.getElementById(id);
 
@@ -253,11 +254,27 @@ const Samples = (() => {
         const part = node("section", "", `segment ${["assistant", "tool", "environment"].includes(author) ? author : ""}`);
         const text = new Text(segment, this.colours, label, (words) => { by("sample-unit").textContent = words; });
         this.texts.push(text);
-        part.append(node("h4", label), text.root);
+        part.append(node("h4", label), ...pictures([...(segment.images || [])], episode.images || {}), text.root);
         card.append(part);
       }
       return card;
     }
+  }
+
+  // Small previews of a segment's images, in order. No other URL is shown.
+  function pictures(names, previews) {
+    if (!names.length) return [];
+    const root = node("div", "", "pictures"), urls = names.map((name) => previews[name]);
+    urls.forEach((url, i) => {
+      if (!PREVIEW.test(url)) return;
+      const picture = node("img");
+      picture.src = url;
+      picture.alt = `image ${i + 1} of ${urls.length}`;
+      root.append(picture);
+    });
+    const lacking = urls.length - root.children.length;
+    if (lacking) root.append(node("span", `${lacking} ${lacking === 1 ? "image" : "images"} without a preview`, "note"));
+    return [root];
   }
 
   const plain = (value) => (typeof value === "string" ? value : value === undefined || value === null ? "" : JSON.stringify(value));

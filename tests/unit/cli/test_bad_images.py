@@ -1,0 +1,175 @@
+"""`validate` refuses each bad image and each bad row by one sentence with the row, the field and the fix."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from areal_async.cli.main import app
+from areal_async.config.load import load_job
+from areal_async.launch.prompt_trial import tokenizer_mistakes
+from tests.unit.data.test_images import FRAMES, png
+from tests.vision import picture, write_vision_model
+
+IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "1+1="}
+
+
+def encoded(width, height):
+    out = io.BytesIO()
+    picture(width, height).save(out, "PNG")
+    return out.getvalue()
+
+
+def film():
+    out = io.BytesIO()
+    FRAMES[0].save(out, "GIF", save_all=True, append_images=FRAMES[1:])
+    return out.getvalue()
+
+
+FILES = {
+    "ok.png": encoded(32, 32),
+    "cut.png": encoded(100, 100)[:5000],
+    "bomb.png": png(60_000, 60_000),
+    "text.png": b"hello",
+    "film.gif": film(),
+    "drawing.svg": b'<svg xmlns="http://www.w3.org/2000/svg" width="8" height="8"/>',
+    "dot.png": encoded(1, 1),
+    "thin.png": encoded(2000, 4),
+    "large.png": encoded(640, 640),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_vision_model(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture
+def folder(tmp_path, model):
+    for name, data in FILES.items():
+        (tmp_path / name).write_bytes(data)
+    job = {"job": "sums", "model": str(model), "tasks": {"train": "train.jsonl"}}
+    job |= {"rollout": {"max_model_len": 64, "sampling": {"max_new_tokens": 8}}}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    return tmp_path
+
+
+def write(folder, *rows):
+    """Write tasks of (prompt, images) after a good one."""
+    truth = {"style": "rule", "ground_truth": "2"}
+    made = [
+        {"prompt": prompt, "reward_model": truth} | ({} if images is None else {"images": images})
+        for prompt, images in [("1+1=", ["ok.png"]), *rows]
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+
+
+def said(folder, *overrides):
+    done = CliRunner().invoke(app, ["validate", str(folder / "job.yaml"), *overrides])
+    assert "Traceback" not in done.output
+    return done.exit_code, " ".join(done.output.split())
+
+
+def user(*parts):
+    return [{"role": "user", "content": list(parts)}]
+
+
+REPLACE = "Replace it, or take the row out."
+FOR_EACH = "Write one <image> for each image in `images`."
+PARTS = r'Write \{"type": "text", "text": …\} or \{"type": "image"\}, and the images into `images`.'
+BAD = {
+    "a cut png": ("1+1=", ["cut.png"], f"image 1: its end is missing, .* {REPLACE}"),
+    "a bomb": ("1+1=", ["bomb.png"], f"image 1: it has too many pixels: at most 67108864 are .* {REPLACE}"),
+    "a text": ("1+1=", ["text.png"], f"image 1: it is no image of a known kind .* {REPLACE}"),
+    "a film": ("1+1=", ["ok.png", "film.gif"], f"image 2: it has 2 frames: .* {REPLACE}"),
+    "an svg": ("1+1=", ["drawing.svg"], f"image 1: it is no image of a known kind .* {REPLACE}"),
+    "no file": ("1+1=", ["gone.png"], f"image 1: the file .*gone.png cannot be read: No such .* {REPLACE}"),
+    "outside": ("1+1=", ["../x.png"], "image 1: its path '../x.png' leads out .* or give an absolute path."),
+    "the web": ("1+1=", ["https://x.org/y.png"], "image 1: https://x.org/y.png is on the web, .* its path."),
+    "a dot": ("1+1=", ["dot.png"], f"image 1: it has 1 x 1 pixels, which is too small .* {REPLACE}"),
+    "a line": ("1+1=", ["thin.png"], f"image 1: it has 2000 x 4 pixels, .* thin .* {REPLACE}"),
+    "two places": ("<image><image>1", ["ok.png"], f"images is 1, and that of <image> .* is 2. {FOR_EACH}"),
+    "one place": (user(IMAGE, TEXT), ["ok.png"] * 2, f"images is 2, and .* is 1. {FOR_EACH}"),
+    "no images": ("<image>1+1=", None, f"images is 0, and that of <image> in the prompt is 1. {FOR_EACH}"),
+    "a part alone": (user(IMAGE, TEXT), None, f"images is 0, and .* is 1. {FOR_EACH}"),
+    "a video": (user({"type": "video"}, TEXT), ["ok.png"], f"'video'}}, and only texts and .* {PARTS}"),
+    "a part with a path": (user(IMAGE | {"image": "ok.png"}, TEXT), None, f"'ok.png'}}, and .* {PARTS}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_image_is_refused_by_row_field_and_fix(folder, name):
+    prompt, images, words = BAD[name]
+    write(folder, (prompt, images))
+    code, output = said(folder)
+    assert code == 2
+    before = r"error: \S+job.yaml: tasks.train: task file \S+train.jsonl, line 2: column `images`: "
+    assert re.fullmatch(f"{before}.*{words} More is checked once this is mended: .*", output), output
+
+
+def test_a_model_or_back_end_or_teacher_of_texts_refuses_tasks_with_images(folder):
+    write(folder)
+    plain = write_vision_model(folder / "plain")
+    text = json.loads((plain / "config.json").read_text())["text_config"]
+    (plain / "config.json").write_text(json.dumps(text | {"architectures": ["Qwen2ForCausalLM"]}))
+    code, output = said(folder, f"model={plain}")
+    assert code == 2
+    assert re.search(r"tasks.train: row 1 of \S+ has images, and the model in \S+plain reads none\.", output)
+    code, output = said(folder, "trainer.backend=megatron", "trainer.device=cuda")
+    assert code == 2
+    assert "trainer.backend: megatron trains on texts alone, and row 1 of" in output
+    code, output = said(folder, "trainer.teacher={urls: ['http://127.0.0.1:9'], name: t}")
+    assert code == 2
+    assert "trainer.teacher.urls: servers are asked by the ids of tokens, and row 1 of" in output
+
+
+def test_the_bounds_of_pixels_decide_which_prompts_are_too_long(folder):
+    """`validate` passes this function's result on; it runs in a process of its own there."""
+    write(folder, ("1+1=", ["large.png"]))
+
+    def found(*overrides):
+        return [str(each) for each in tokenizer_mistakes(load_job(folder / "job.yaml", overrides))]
+
+    refused, note = found()
+    assert "1 of 2 prompts" in refused
+    assert "64 tokens or more (the longest 70 in line 2, 64 of them for images)" in refused
+    assert "Raise rollout.max_model_len, lower rollout.images.max_pixels, or take them out" in refused
+    (note,) = found("rollout.images.max_pixels=1024")
+    assert "images of 2 rows of " in note
+    assert note.endswith("the largest 640 x 640 pixels, take 16 to 16 tokens each, 16 on average.")
+    (wrong,) = found("rollout.images.min_pixels=100000")
+    assert "rollout.images: min_pixels 100000 is more than max_pixels 4096" in wrong
+
+
+def test_an_image_that_became_too_large_since_the_last_check_is_found(folder, monkeypatch):
+    monkeypatch.setattr("areal_async.launch.preflight._tried", lambda job, *_: tokenizer_mistakes(job))
+    write(folder)
+    code, output = said(folder)
+    assert code == 0, output
+    assert "note: tasks.train: images of 1 rows of" in output
+    Image.new("RGB", (640, 640)).save(folder / "ok.png")
+    code, output = said(folder)
+    assert code == 2
+    assert "1 of 1 prompts" in output
+
+
+def test_a_model_without_its_image_processor_is_refused(folder, tmp_path):
+    plain = write_vision_model(tmp_path / "plain")
+    (plain / "preprocessor_config.json").unlink()
+    write(folder)
+    (found,) = tokenizer_mistakes(load_job(folder / "job.yaml", [f"model={plain}"]))
+    assert re.search(r"line 1 has images, and the image processor in \S+ cannot be used: Can't", str(found))
+
+
+def test_the_tasks_of_the_page_about_images_are_valid(folder, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs/images.md").read_text()
+    monkeypatch.chdir(folder)
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
+    job = load_job(folder / "job.yaml", ["rollout.max_model_len=512", "tasks.evaluation=held_out.jsonl"])
+    notes = [str(each) for each in tokenizer_mistakes(job) if not each.fix]
+    told = re.compile(r"images of (\d+) rows .* largest (\d+ x \d+) pixels, take \d")
+    assert [told.search(note).groups() for note in notes] == [("500", "224 x 224"), ("50", "224 x 224")]
