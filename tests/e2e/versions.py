@@ -47,6 +47,8 @@ def recomputed_logprobs(model, episode, **images):
     ids = torch.tensor(episode.units.token_id).long()
     temperature = episode.header.calls[0].sampling.temperature
     logits = model(input_ids=ids[None], use_cache=False, **images).logits[0] / temperature
+    if images:  # a policy never says a placeholder
+        logits[:, [model.config.image_token_id, model.config.video_token_id]] = -torch.inf
     logprobs = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
     return np.concatenate([[0.0], logprobs.numpy()])
 

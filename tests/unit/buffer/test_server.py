@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from types import SimpleNamespace
 
 import prometheus_client
 import psutil
@@ -225,7 +226,7 @@ async def test_blobs_that_are_not_what_they_are_said_to_be_are_refused(context, 
 
 def test_every_request_that_is_declared_for_the_buffer_has_one_handler():
     declared = {request for request in REQUESTS if request.__module__ == Lease.__module__}
-    assert set(BufferServer(None, "job", None).handlers) == declared
+    assert set(BufferServer(None, "job", SimpleNamespace(attachments=None)).handlers) == declared
 
 
 async def test_a_message_that_makes_no_sense_is_invalid(context, job_name):
