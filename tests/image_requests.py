@@ -44,8 +44,8 @@ class NoisyWeights:
 class ImageModel:
     """A tiny model in a folder, its processor, and two versions of its weights."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
-        self.folder = write_vision_model(folder, kind)
+    def __init__(self, folder: Path, kind: str, **sizes: int) -> None:
+        self.folder = write_vision_model(folder, kind, **sizes)
         self.processor = ImageProcessor(folder)
         self.versions = {version: NoisyWeights(folder, version) for version in (3, 4)}
 

@@ -34,20 +34,22 @@ VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2
 VISION |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": 0.25}
 
 
-def config_of(kind: str, tokenizer: Any) -> Any:
+def config_of(kind: str, tokenizer: Any, head_size: int) -> Any:
     """Return the config of a tiny `qwen2_5_vl`, `qwen3_vl`, or `qwen3_5`, one of whose two layers carries a
     state from token to token. An image of 8 x 8 pixels is one token."""
     ids = dict(zip(("vision_start", "vision_end", "image", "video"), MARKS, strict=True))
     known = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in ids.items()}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    text = TEXT | ends | {"vocab_size": len(tokenizer), "bos_token_id": None, "tie_word_embeddings": True}
+    sections = [head_size // 4, head_size // 8, head_size // 8]
+    width, seen = {"hidden_size": 4 * head_size}, VISION | {"out_hidden_size": 4 * head_size}
+    text = TEXT | width | ends | {"vocab_size": len(tokenizer), "bos_token_id": None, "tie_word_embeddings": True}
     if kind == "qwen2_5_vl":
-        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-        vision = VISION | {"window_size": 16, "fullatt_block_indexes": [1]}
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+        vision = seen | {"window_size": 16, "fullatt_block_indexes": [1]}
         return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **known)
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    vision = VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-    own: dict[str, Any] = {"head_dim": 8, "rope_parameters": rope}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, "mrope_interleaved": True}
+    vision = seen | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    own: dict[str, Any] = {"head_dim": head_size, "rope_parameters": rope}
     if kind == "qwen3_5":
         own |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
         own |= {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
@@ -61,8 +63,9 @@ def config_of(kind: str, tokenizer: Any) -> Any:
     )
 
 
-def write_vision_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> Path:
-    """Write a tiny model with random weights into `folder`, and return it."""
+def write_vision_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0, head_size: int = 8) -> Path:
+    """Write a tiny model with random weights into `folder`, and return it. Its four heads of attention have
+    `head_size` dimensions each."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
@@ -70,7 +73,7 @@ def write_vision_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) ->
     tokenizer.save_pretrained(folder)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(config_of(kind, tokenizer), dtype=torch.float32)
+        model = AutoModelForImageTextToText.from_config(config_of(kind, tokenizer, head_size), dtype=torch.float32)
     model.save_pretrained(folder)
     patches = {name: VISION[name] for name in ("patch_size", "temporal_patch_size")}
     processor = {

@@ -37,7 +37,7 @@ def written(weights: NoisyWeights, root: Path, folder: Path, *, tower: bool) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_vllm_sees_images_as_transformers_does(kind: str, tmp_path: Path) -> None:
-    model = ImageModel(tmp_path / "model", kind)
+    model = ImageModel(tmp_path / "model", kind, head_size=32)
     first, second = model.versions.values()
     second.take_tower(first)
     python = find_engine_python("vllm")
