@@ -42,7 +42,8 @@ def config_of(kind: str, tokenizer: Any, head_size: int) -> Any:
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     sections = [head_size // 4, head_size // 8, head_size // 8]
     width, seen = {"hidden_size": 4 * head_size}, VISION | {"out_hidden_size": 4 * head_size}
-    text = TEXT | width | ends | {"vocab_size": len(tokenizer), "bos_token_id": None, "tie_word_embeddings": True}
+    text = TEXT | width | ends | {"vocab_size": len(tokenizer), "bos_token_id": None}
+    text["tie_word_embeddings"] = True
     if kind == "qwen2_5_vl":
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
         vision = seen | {"window_size": 16, "fullatt_block_indexes": [1]}
@@ -73,7 +74,8 @@ def write_vision_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0, he
     tokenizer.save_pretrained(folder)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(config_of(kind, tokenizer, head_size), dtype=torch.float32)
+        config = config_of(kind, tokenizer, head_size)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     patches = {name: VISION[name] for name in ("patch_size", "temporal_patch_size")}
     processor = {
