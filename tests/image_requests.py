@@ -36,9 +36,10 @@ class NoisyWeights:
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise))
         self.tensors = self.model.state_dict()
 
-    def take_tower(self, other: NoisyWeights) -> None:
-        """Have the vision tower of other weights, as all versions of a job with a frozen tower do."""
-        self.model.model.visual.load_state_dict(other.model.model.visual.state_dict())
+    def keep_tower(self, folder: Path) -> None:
+        """Have the vision tower of the model's folder, as all versions of a job with a frozen tower do."""
+        whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        self.model.model.visual.load_state_dict(whole.model.visual.state_dict())
 
 
 class ImageModel:

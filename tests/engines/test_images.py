@@ -23,12 +23,12 @@ pytestmark = pytest.mark.engine
 LONG = Sampling(max_new_tokens=60)
 
 
-def written(weights: NoisyWeights, root: Path, folder: Path, *, tower: bool) -> Snapshot:
-    """Write weights as a trainer publishes them, with or without those of the vision tower."""
+def written(weights: NoisyWeights, root: Path, folder: Path) -> Snapshot:
+    """Write weights as a trainer publishes them whose vision tower is frozen."""
     tensors = {
         name: tensor
         for name, tensor in weights.model.state_dict().items()
-        if name != "lm_head.weight" and (tower or "visual" not in name)
+        if name != "lm_head.weight" and "visual" not in name
     }
     files = {path.name: path for path in folder.glob("*.json")}
     tied = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
@@ -39,13 +39,14 @@ def written(weights: NoisyWeights, root: Path, folder: Path, *, tower: bool) -> 
 async def test_vllm_sees_images_as_transformers_does(kind: str, tmp_path: Path) -> None:
     model = ImageModel(tmp_path / "model", kind, head_size=32)
     first, second = model.versions.values()
-    second.take_tower(first)
+    for weights in (first, second):
+        weights.keep_tower(model.folder)
     python = find_engine_python("vllm")
     settings = ServerSettings(
         log_path=tmp_path / "vllm.log", slots=8, max_model_len=256, python=python, ready_s=START_S
     )
     engine = HttpEngine(VllmAdapter(model.folder, settings, scratch=tmp_path / "scratch"))
-    await engine.start(written(first, tmp_path / "weights", model.folder, tower=True))
+    await engine.start(written(first, tmp_path / "weights", model.folder))
     try:
         asked = mixed(model)
         for request, result in zip(asked, await asyncio.gather(*map(engine.generate, asked)), strict=True):
@@ -58,7 +59,7 @@ async def test_vllm_sees_images_as_transformers_does(kind: str, tmp_path: Path) 
         ]
         await begun.wait()
         await engine.pause()
-        await engine.load(written(second, tmp_path / "weights", model.folder, tower=False))
+        await engine.load(written(second, tmp_path / "weights", model.folder))
         await engine.resume()
         again = [replace(request, request_id=f"again-{i}") for i, request in enumerate(asked)]
         done = [*await asyncio.gather(*answers), *await asyncio.gather(*map(engine.generate, again))]

@@ -365,6 +365,14 @@ class ServerAdapter(ABC):
 
     # --- starting ------------------------------------------------------------------------------------
 
+    def first_folder(self, weights: Path) -> Path:
+        """Return the folder to start a server from. Snapshots of a model that reads images may lack its
+        frozen vision tower; a server then starts from the model's folder, and loads the snapshot. Raises
+        `EngineError`."""
+        if self.facts.image_token is None or not read_layout(self.model).keys() - read_layout(weights).keys():
+            return weights
+        return self.model
+
     @abstractmethod
     def command(self, launch: Launch) -> list[str]:
         """Return the argument vector, `python … -m MODULE …`. Raises `EngineError` for a flag that a job file
@@ -377,8 +385,8 @@ class ServerAdapter(ABC):
     @abstractmethod
     async def open(self, client: ServerClient, weights: Directory) -> str:
         """Check a running server, make it serve `weights`, and return its release. A started server already
-        has these weights. An attached server may have other weights, and may be paused. Raises `EngineError`
-        with the missing feature."""
+        has these weights, unless it was started with those of `first_folder`. An attached server may have
+        other weights, and may be paused. Raises `EngineError` with the missing feature."""
 
     # --- requests ------------------------------------------------------------------------------------
 

@@ -431,7 +431,8 @@ class HttpEngine:
             # Another client may have left it paused. It is then not ready, but alive.
             client = await attached(adapter.title, settings, path=adapter.alive_path)
         else:
-            folder = await adapter.prepare(None, weights)
+            first = await asyncio.to_thread(adapter.first_folder, weights.path)
+            folder = await adapter.prepare(None, replace(weights, path=first))
             launch = Launch(settings, adapter.model, folder, adapter.max_model_len, facts=adapter.facts)
             process, client = await started(
                 adapter.title,

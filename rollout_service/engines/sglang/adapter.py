@@ -227,7 +227,7 @@ class SGLangAdapter(ServerAdapter):
             await self._receiver.opened(client, settings.python)
         # Later garbage collections then skip the objects from the start.
         await client.request("POST", "/freeze_gc")
-        if settings.url is not None:
+        if settings.url is not None or self.first_folder(weights.path) != weights.path:
             # It was started with other weights, and its cache is from them.
             await _command(client, "/pause_generation", {"mode": PAUSE_MODES["recompute"]})
             try:

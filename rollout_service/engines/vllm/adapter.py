@@ -212,8 +212,9 @@ class VllmAdapter(ServerAdapter):
     async def open(self, client: ServerClient, weights: Directory) -> str:
         self._owner, self._lacks_kv = secrets.token_hex(4), False
         release = await probe(client, max_model_len=self.max_model_len, tied=is_tied(weights.path))
-        if self.settings.url is not None:
-            if self.settings.device == "cpu" and is_mixture(self.model):
+        attached = self.settings.url is not None
+        if attached or self.first_folder(weights.path) != weights.path:
+            if attached and self.settings.device == "cpu" and is_mixture(self.model):
                 raise EngineError(
                     f"{client.name} runs on a CPU, where vLLM reloads a mixture of experts wrongly: remove "
                     "rollout.server.urls, so that a server is started that reloads it right"
