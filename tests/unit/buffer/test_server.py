@@ -82,7 +82,7 @@ async def test_a_step_over_the_wire(context, blob, job_name):
         batch = await client.call(NextBatch("policy", tag.epoch, 0, wait_ms=5000))
         assert isinstance(batch, Batch)
         ids = [episode.episode_id for group in batch.groups for episode in group.episodes]
-        assert {(*episode.rows,) for group in batch.groups for episode in group.episodes} == {((5, 3),)}
+        assert {(*episode.rows,) for group in batch.groups for episode in group.episodes} == {((5, 3, 0),)}
         _, fetched = await client.exchange(Fetch(ids[::-1]))
         by_id = dict(zip((item.episode_id for item in items), map(bytes, blobs), strict=True))
         assert [bytes(part) for part in fetched] == [by_id[id_] for id_ in ids[::-1]]
