@@ -54,7 +54,7 @@ from areal_async.config.engines import find_engine_python
 from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.config.parallel import RankGrid
 from areal_async.models.classes import auto_class
-from areal_async.models.files import placeholder_ids
+from areal_async.models.files import PLACEHOLDERS, placeholder_ids
 from areal_async.service.rank_group import Meeting
 from areal_async.trajectory import Sampling
 from areal_async.weights.adapter import BaseWeights
@@ -166,11 +166,12 @@ def _kept(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _marks(config: Any) -> Iterator[str]:
-    """Yield the fields with ids of special tokens that the tiny vocabulary lacks."""
+    """Yield the fields with ids of special tokens that the tiny vocabulary lacks, or that stand for images."""
     size = WIDE["vocab_size"]
     for field, value in config.to_dict().items():
-        if field.endswith(("token_id", "token_index")) and isinstance(value, int) and value >= size:
-            yield field
+        if field.endswith(("token_id", "token_index")) and isinstance(value, int):
+            if value >= size or field in PLACEHOLDERS:
+                yield field
 
 
 def write_model(name: str, folder: Path) -> Any:
@@ -236,7 +237,8 @@ def weight_of(row: TrainingRow) -> Tensor:
 def sampled_from(model: Any, ids: Tensor) -> Tensor:
     """Return f64 [T, V]: log-probs of the token after each of T tokens. No engine samples a placeholder."""
     logits = model(input_ids=ids[None], use_cache=False).logits[0].double()
-    never = torch.tensor(placeholder_ids(model.config.to_dict()), dtype=torch.long)
+    known = [token for token in placeholder_ids(model.config.to_dict()) if token < logits.shape[1]]
+    never = torch.tensor(known, dtype=torch.long)
     return logits.index_fill(1, never, -torch.inf).log_softmax(-1)
 
 

@@ -54,8 +54,8 @@ class ImageProcessor:
 
     def __init__(self, folder: Path, *, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
         kind = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
-        found = processor_class_from_name(PROCESSOR_MAPPING_NAMES.get(kind) or "")
         try:
+            found = processor_class_from_name(PROCESSOR_MAPPING_NAMES.get(kind) or "")
             parts = () if found is None else found.get_attributes()
         except ImportError as error:  # transformers has no processor of this kind without torchvision
             raise NoImages(f"the image processor in {folder} cannot be used: {_first_line(error)}") from error
