@@ -166,12 +166,12 @@ def _kept(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _marks(config: Any) -> Iterator[str]:
-    """Yield the fields with ids of special tokens that the tiny vocabulary lacks, or that stand for images."""
+    """Yield the fields with ids of special tokens that the tiny vocabulary lacks, or of placeholders."""
     size = WIDE["vocab_size"]
     for field, value in config.to_dict().items():
-        if field.endswith(("token_id", "token_index")) and isinstance(value, int):
-            if value >= size or field in PLACEHOLDERS:
-                yield field
+        is_token = field.endswith(("token_id", "token_index")) and isinstance(value, int)
+        if is_token and (value >= size or field in PLACEHOLDERS):
+            yield field
 
 
 def write_model(name: str, folder: Path) -> Any:
