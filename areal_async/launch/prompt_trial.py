@@ -174,7 +174,11 @@ def _prompt_mistakes(
         counts = [*itertools.chain.from_iterable(sizes.values())]
         width, height = max((size for each in prompts for size in each.sizes), key=prod)
         told = f"images of {len(sizes)} rows of {path}, the largest {width} x {height} pixels, take "
-        told += f"{min(counts)} to {max(counts)} tokens each, {sum(counts) / len(counts):.0f} on average"
+        told += (
+            f"{min(counts)} tokens each"
+            if min(counts) == max(counts)
+            else (f"{min(counts)} to {max(counts)} tokens each, {sum(counts) / len(counts):.0f} on average")
+        )
         yield Mistake(field, told, "", warns=True)
 
 

@@ -5,7 +5,7 @@
 
 An image of 32 x 32 pixels has 16 cells, some of which are red, green or blue squares. A task asks how many
 squares have one of the colours: `r=` asks for the red ones. The model has the classes of Qwen2.5-VL (or of
-Qwen3-VL with `--kind qwen3_vl`) and is trained here until it counts some 40 % of the held-out images
+Qwen3-VL with `--kind qwen3_vl`) and is trained here until it counts some 37 % of the held-out images
 right. The job goes on from there with the right number as its only reward.
 """
 
@@ -36,9 +36,9 @@ N_TRAIN, N_HELD_OUT = 2000, 256
 CELLS, CELL = 4, 8
 """Cells in a row of an image, and the pixels of a cell's side. A cell is one token."""
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 70, 220)}
-MOST = 3
+MOST = 4
 """Largest number of squares of one colour."""
-ENOUGH = 0.38
+ENOUGH = 0.36
 """Share of right answers at which the training here ends."""
 SPREAD = 0.05
 """Standard deviation of the first weights. With the 0.02 of large models, this small one learns slowly."""

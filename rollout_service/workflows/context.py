@@ -509,10 +509,12 @@ class Context:
     def _root(self, new: NewSegment, content: Prompt) -> NewSegment:
         """Return the segment `new` with the text or the ids of `content`, which begins a path."""
         render, chat = self.engines[new.policy].render, new.chat
-        if chat is not None and (images := self._images.of(chat.messages)):
-            return new._replace(text=chat.render(render.tokenizer), images=images)
+        images = self._images.of(chat.messages) if chat is not None else []
         if chat is not None and chat.tools:
-            return new._replace(ids=render.following(chat.render(render.tokenizer)), images=())
+            text = chat.render(render.tokenizer)
+            return new._replace(text=text, images=images, ids=None if images else render.following(text))
+        if images:
+            return new._replace(text=render(content).text, images=images)
         return new._replace(ids=render(content).ids, images=())
 
     def _add(self, new: NewSegment, shown: Rendered) -> int:

@@ -115,7 +115,7 @@ def command(launch: Launch) -> list[str]:
         if settings.device == "cpu" and not has_package(settings.python or Path(), "torchvision"):
             raise EngineError(
                 f"vLLM on a CPU cannot serve {launch.facts.kind}, a model that reads images: its environment "
-                "has no torchvision. Use rollout.engine local, or rollout.device cuda"
+                "has no torchvision. Make it anew with make engines, or use rollout.engine local"
             )
         if pixels := pixels_of(settings.pixels):
             flags["mm-processor-kwargs"] = as_flag(pixels)

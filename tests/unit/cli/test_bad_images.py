@@ -140,7 +140,7 @@ def test_the_bounds_of_pixels_decide_which_prompts_are_too_long(folder):
     assert "Raise rollout.max_model_len, lower rollout.images.max_pixels, or take them out" in refused
     (note,) = found("rollout.images.max_pixels=1024")
     assert "images of 2 rows of " in note
-    assert note.endswith("the largest 640 x 640 pixels, take 16 to 16 tokens each, 16 on average.")
+    assert note.endswith("the largest 640 x 640 pixels, take 16 tokens each.")
     (wrong,) = found("rollout.images.min_pixels=100000")
     assert "rollout.images: min_pixels 100000 is more than max_pixels 4096" in wrong
 

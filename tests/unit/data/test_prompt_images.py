@@ -38,7 +38,7 @@ def job(tmp_path, model):
 def test_tokens_of_images_count_in_the_length_of_a_prompt(job):
     """Each of the two images is 4 x 2 tokens between two marks, and the text is 4 tokens."""
     (note,) = tokenizer_mistakes(job(25))
-    assert "the largest 32 x 16 pixels, take 8 to 8 tokens each" in str(note)
+    assert "the largest 32 x 16 pixels, take 8 tokens each" in str(note)
     mistake, _ = tokenizer_mistakes(job(24))
     assert "1 of 1 prompts" in str(mistake)
     assert "(the longest 24 in line 1, 16 of them for images)" in str(mistake)
