@@ -13,9 +13,11 @@ from typing import Any, TypeVar
 
 from areal_async.base.errors import RpcTimeout
 from areal_async.base.log import get_logger
+from areal_async.config.files import json_in
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import SamplingSection
 from areal_async.models.answers import end_ids
+from areal_async.models.files import reads_images
 from areal_async.models.prompts import with_template_args
 from areal_async.models.tokenizer import load_tokenizer
 from areal_async.rpc.board import board
@@ -60,14 +62,22 @@ def make_renderer(
 
 
 def make_renderers(job: JobConfig) -> dict[str, Renderer]:
-    """Return a renderer for each policy of the job. Policies with the same tokenizer and chat template share
-    a renderer, so they can also share paths. Raises `TokenizerError`."""
+    """Return a renderer for each policy of the job. Policies with the same tokenizer, chat template and image
+    processor share a renderer, so they can also share paths. Raises `TokenizerError`."""
     renderers: dict[str, Renderer] = {}
+    known: dict[str, tuple[Any, ...]] = {}
     for policy, view in job.views.items():
         made = make_renderer(view.model, view.rollout.template_args, pixels=view.rollout.images.pixels)
-        alike = (other for other in renderers.values() if _tokens(other) == _tokens(made))
+        known[policy] = _tokens(made), view.rollout.images.pixels, _image_files(view.model)
+        alike = (renderers[other] for other in renderers if known[other] == known[policy])
         renderers[policy] = next(alike, made)
     return renderers
+
+
+def _image_files(model: Path) -> tuple[Any, ...]:
+    """Return the content of the files of a model that say how its images become tokens."""
+    names = ("preprocessor_config.json", "processor_config.json")
+    return reads_images(model), *(json_in(model / name) for name in names)
 
 
 def _tokens(renderer: Renderer) -> tuple[Any, ...]:

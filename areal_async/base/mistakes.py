@@ -80,7 +80,7 @@ class Mistake:
     field: str
     problem: str
     fix: str
-    """Empty for a note, which is a warning that asks for nothing."""
+    """Advice; empty for a note, which is a warning that asks for nothing."""
     warns: bool = False
     """Whether the mistake is only a warning, so that the job can still run."""
 

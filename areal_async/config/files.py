@@ -338,6 +338,10 @@ def _image_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]
         return Mistake(field, f"{found}, and the model in {job.model} reads none", fix)
     if job.trainer.backend == "megatron":
         return Mistake("trainer.backend", f"megatron trains on texts alone, and {found}", "Set it to fsdp")
+    for other in OF_TRAINER:
+        folder: Path | None = attrgetter(other)(job)
+        if folder is not None and folder.is_dir() and not reads_images(folder):
+            return Mistake(other, f"{found}, and the model in {folder} reads none", "Give one that does")
     if job.trainer.teacher.urls:
         fix = "Name the teacher's folder in trainer.teacher.model"
         return Mistake("trainer.teacher.urls", f"servers are asked by the ids of tokens, and {found}", fix)

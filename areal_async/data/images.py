@@ -31,8 +31,8 @@ FORMATS = {name: f"image/{name.lower()}" for name in ("PNG", "JPEG", "WEBP", "GI
 MOST_BYTES = 20 << 20
 MOST_PIXELS = 64 << 20
 LEAST_SIDE, MOST_RATIO = 2, 200
-PREVIEW_SIDE, MOST_PREVIEWS = 128, 8
 """Processors of vision models refuse an image whose sides differ by a larger factor."""
+PREVIEW_SIDE, MOST_PREVIEWS = 128, 8
 
 
 class ImageError(ArealError):
@@ -62,8 +62,8 @@ def inspect_image(data: bytes | memoryview) -> ImageFacts:
         raise ImageError(
             f"it has {width} x {height} pixels, which is too small or too thin for a vision model"
         )
-    if (frames := getattr(image, "n_frames", 1)) > 1:
-        raise ImageError(f"it has {frames} frames: give single images, as videos are not trained")
+    if _has_more_frames(image):
+        raise ImageError("it has several frames: give single images, as videos are not trained")
     if _is_cut(str(image.format), bytes(data)):
         raise ImageError("its end is missing, so its pixels cannot be decoded")
     return ImageFacts(digest_of(data), FORMATS[str(image.format)], len(data), width, height)
@@ -151,6 +151,17 @@ def _is_cut(kind: str, data: bytes) -> bool:
         case "BMP":
             return int.from_bytes(data[2:6], "little") > len(data)
     return not data.rstrip(b"\0").endswith(b";")
+
+
+def _has_more_frames(image: Image) -> bool:
+    """Return whether a second image follows the first. Raises `ImageError` for a damaged file."""
+    try:
+        image.seek(1)
+    except EOFError:
+        return False
+    except Exception as error:  # decoders of formats raise many kinds of errors
+        raise ImageError(f"its frames cannot be read: {_first_line(error)}") from error
+    return True
 
 
 def _first_line(error: Exception) -> str:

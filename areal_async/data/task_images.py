@@ -73,7 +73,7 @@ def _source(value: Any, folder: Path) -> Source:
         return _of_data_url(value)
     if is_url(value):
         return _of_url(value)
-    if not Path(value).is_absolute() and PurePosixPath(os.path.normpath(value)).parts[0] == "..":
+    if not Path(value).is_absolute() and PurePosixPath(os.path.normpath(value)).parts[:1] == ("..",):
         problem = f"its path {value!r:.80} leads out of the folder of the task file"
         raise ImageError(problem, "Put it into that folder, or give an absolute path")
     return folder / value

@@ -120,7 +120,11 @@ class TaskTable:
         if (name := self._names.get(row)) is None:
             return []
         facts = [each.facts for each in self._rows[row][IMAGES]]
-        found = _images_of(name, image_row(self.path, name.place)[IMAGES])
+        try:
+            sources = image_row(self.path, name.place)[IMAGES]
+        except TaskFileError as error:
+            raise TaskFileError(f"{name}: its images cannot be read again ({error})") from error
+        found = _images_of(name, sources)
         if [each.facts for each in found] != facts:
             raise TaskFileError(
                 f"{name}: its images have changed since the job began. Restore the files, or begin a new job."

@@ -89,7 +89,7 @@ class ImageProcessor:
         return ExpandedText(ids, self._spans(ids, sizes))
 
     def features(self, images: Sequence[Image]) -> Inputs:
-        """Return what the vision tower computes from, for these images in order."""
+        """Return the inputs of the vision tower for these images, in order."""
         found = self._processor.image_processor(list(images), return_tensors="pt")
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 

@@ -22,11 +22,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw
-from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen3VLConfig,
+)
 from transformers.utils import logging
 
 from areal_async import make_tokenizer
-from areal_async.models.vision import ImageProcessor
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -153,14 +158,15 @@ def write_model(folder: Path, kind: str) -> Any:
 class Inputs:
     """The model's inputs for examples, whose prompts all have the same number of tokens."""
 
-    def __init__(self, processor: ImageProcessor, tokenizer: Any, examples: Sequence[Example]) -> None:
-        texts = [f"<|vision_start|>{processor.placeholder}<|vision_end|>{one.prompt}" for one in examples]
-        ids = [processor.expand(text, [one.image]).ids for text, one in zip(texts, examples, strict=True)]
+    def __init__(self, processor: Any, tokenizer: Any, examples: Sequence[Example]) -> None:
+        cells = "<|image_pad|>" * CELLS * CELLS
+        texts = [f"<|vision_start|>{cells}<|vision_end|>{one.prompt}" for one in examples]
+        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
         answers = [tokenizer.convert_tokens_to_ids(str(one.count)) for one in examples]
         self.answers = torch.tensor(answers)
         self._ids = torch.tensor([[*prompt, answer] for prompt, answer in zip(ids, answers, strict=True)])
-        self._eos, self._placeholder = tokenizer.eos_token_id, processor.placeholder_id
-        found = processor.features([one.image for one in examples])
+        self._eos, self._placeholder = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(MARKS[2])
+        found = processor([one.image for one in examples], return_tensors="pt")
         self._grids = found["image_grid_thw"]
         self._pixels = found["pixel_values"].view(len(examples), -1, found["pixel_values"].shape[-1])
 
@@ -225,7 +231,7 @@ def prepare(out: Path, seed: int, kind: str) -> None:
     write_images(out, "train", train)
     write_images(out, "held_out", held_out)
     model = write_model(out / "model", kind)
-    processor = ImageProcessor(out / "model")
+    processor = AutoImageProcessor.from_pretrained(out / "model", backend="pil")
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
     inputs = [Inputs(processor, tokenizer, examples) for examples in (train, held_out)]
     warm_up(model, *inputs, seed)

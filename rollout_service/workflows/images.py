@@ -29,6 +29,7 @@ Content = str | list[Part]
 """Content of a message."""
 
 NO_CHAT = "images can only go on with a path that began with messages: give the tasks a chat as their prompt"
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 MOST_IMAGES = 64
 """Largest number of images in one result of a tool or an environment."""
 
@@ -94,9 +95,7 @@ class EpisodeImages:
         if isinstance(image, str) and image in self._known:
             return {"type": "image", "image": image}
         if is_picture(image):
-            file = io.BytesIO()
-            image.save(file, "PNG", compress_level=1)
-            image = file.getvalue()
+            image = _as_png(image)
         if not isinstance(image, bytes | bytearray | memoryview):
             raise ImageError(
                 f"{value!r:.60} is neither a text nor an image: return a text, an image of Pillow, or a list "
@@ -154,6 +153,16 @@ def is_picture(value: Any) -> TypeGuard[Image]:
     """Return whether a value is an image of Pillow, which is not imported for the question."""
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(value, pillow.Image)
+
+
+def _as_png(image: Image) -> bytes:
+    """Return the file of an image. Raises `ImageError`."""
+    file = io.BytesIO()
+    try:
+        (image if image.mode in PNG_MODES else image.convert("RGB")).save(file, "PNG", compress_level=1)
+    except (OSError, ValueError) as error:
+        raise ImageError(f"an image of mode {image.mode} cannot be written: {error}") from error
+    return file.getvalue()
 
 
 def _is_text(part: Any) -> bool:

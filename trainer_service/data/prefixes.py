@@ -149,6 +149,7 @@ def _common(rows: Sequence[TrainingRow], group: Sequence[int]) -> NDArray[np.int
     same = np.minimum.reduceat(np.where(differs, within, np.repeat(window, window)), ends - window)
     if any(row.images for row in rows):
         same = np.minimum(same, [_without_other_image(*pair) for pair in pairwise(rows)])
+        same = np.array([_without_part_of_image(*pair) for pair in zip(rows, same.tolist(), strict=False)])
     return np.where(np.diff(group) == 0, same, 0)
 
 
@@ -159,6 +160,12 @@ def _without_other_image(one: TrainingRow, other: TrainingRow) -> int:
         if len({(image.digest, image.first, image.count) for image in here}) > 1 or len(here) == 1:
             return min(image.first for image in here)
     return min(one.packed_length, other.packed_length)
+
+
+def _without_part_of_image(row: TrainingRow, count: int) -> int:
+    """Return `count` tokens of a row, or fewer if the last of them are the beginning of an image."""
+    parted = [each.first for each in row.images if each.first < count < each.first + each.count]
+    return min(parted, default=count)
 
 
 def _routed_otherwise(rows: Sequence[TrainingRow], window: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -111,7 +111,8 @@ def vision_figures(job: JobConfig, model: ModelShape) -> dict[str, Any] | None:
 
     cost, files = load_row_cost(job.model, trains_vision=True), ("config.json", "preprocessor_config.json")
     config, processor = (json_in(job.model / name) or {} for name in files)
-    vision, size = config["vision_config"], processor.get("size", {})
+    given = config.get("vision_config"), processor.get("size")
+    vision, size = (each if isinstance(each, dict) else {} for each in given)
     pixels = job.rollout.images.max_pixels or processor.get("max_pixels") or size.get("longest_edge")
     side = vision.get("patch_size", 0) * vision.get("spatial_merge_size", 0)
     return {

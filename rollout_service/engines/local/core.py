@@ -76,6 +76,8 @@ class EngineCore:
         self.prompt_tokens_total = 0  # Computed for started requests; equal prompts count once
         self.waiting: deque[GenerateRequest] = deque()
         """Waiting requests: smallest priority first, then in order of arrival."""
+        self._refused: list[Finished] = []
+        """Requests whose images cannot be used, to be returned by the next step."""
         self._checked = Prefix(np.empty(0, np.int32))
         """The last valid, read-only prompt."""
         self._text = Detokenizer(self.model.tokenizer, self.model.eos_ids)
@@ -152,7 +154,8 @@ class EngineCore:
         active = [self._table.requests[slot] for slot in self._active.tolist()]
         self._reset()
         self.requests_total += len(active)
-        return [Finished(request.request_id, error) for request in active if request is not None]
+        failed = [Finished(request.request_id, error) for request in active if request is not None]
+        return self._take_refused() + failed
 
     def grown(self, told: dict[str, int]) -> list[tuple[str, Ids]]:
         """Return the units that requests have sampled since the last call, by request id. `told` has the
@@ -227,9 +230,9 @@ class EngineCore:
         count = min(len(self.waiting), len(self._table.free))
         asked = [Prefix(one.prompt_ids, one.media) for one in islice(self.waiting, count)]  # type: ignore[arg-type]
         count = _budget(asked, self.prefill_tokens)
-        started, refused = self._started([self.waiting.popleft() for _ in range(count)])
+        started = self._started([self.waiting.popleft() for _ in range(count)])
         if not started:
-            return refused
+            return self._take_refused()
         used = np.zeros(self.slots, np.bool_)
         used[self._row[self._active]] = True
         slots = np.array(started)
@@ -243,12 +246,12 @@ class EngineCore:
         self._went(slots, np.zeros_like(slots), self._table.prompt_len[slots], source, hidden_UTE.shape[1])
         newest = torch.tensor([len(prefix.ids) - 1 for prefix in distinct], device=hidden_UTE.device)
         last_UE = hidden_UTE[torch.arange(len(distinct), device=hidden_UTE.device), newest]
-        return refused + self._sample(slots, self.model.logits(last_UE), source)
+        return self._take_refused() + self._sample(slots, self.model.logits(last_UE), source)
 
-    def _started(self, requests: Sequence[GenerateRequest]) -> tuple[list[int], list[Finished]]:
-        """Give requests a slot, and compute their images. Return the slots, and the requests whose images
-        cannot be used."""
-        slots, refused = [], []
+    def _started(self, requests: Sequence[GenerateRequest]) -> list[int]:
+        """Compute the images of requests, and give the requests a slot. Return the slots. Requests whose
+        images cannot be used are added to those to refuse."""
+        slots = []
         for request in requests:
             shift = 0
             if request.media and self.model.vision is not None:
@@ -256,12 +259,20 @@ class EngineCore:
                 try:
                     shift = self.model.vision.read(prompt).shift
                 except RequestError as error:
-                    refused.append(Finished(request.request_id, error))
+                    self._refused.append(Finished(request.request_id, error))
+                    continue
+                except Exception as error:  # such as too little memory: the other requests go on
+                    told = EngineError(f"the images of the request could not be computed: {error!r}")
+                    self._refused.append(Finished(request.request_id, told))
                     continue
             slots.append(self._table.add(request))
             self._table.shift[slots[-1]] = shift
+        return slots
+
+    def _take_refused(self) -> list[Finished]:
+        refused, self._refused = self._refused, []
         self.requests_total += len(refused)
-        return slots, refused
+        return refused
 
     def _prefix(self, slot: int, length: int) -> Prefix:
         """Return the first tokens of a slot's request, with all its images."""

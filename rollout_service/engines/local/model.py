@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from areal_async.base.log import get_logger
 from areal_async.models.accelerator import begin_on, exact_products, with_exact_rotations
 from areal_async.models.answers import end_ids
-from areal_async.models.classes import auto_class, logits_scaling, names_of_other_parts
+from areal_async.models.classes import auto_class, is_multimodal, logits_scaling, names_of_other_parts
 from areal_async.models.files import Mixture, placeholder_ids
 from areal_async.models.routers import routers_of, tried
 from areal_async.models.vision import NoImages
@@ -116,11 +116,11 @@ class LocalModel:
         self.no_images = ""
         """Reason why the model reads no images, if `vision` is None."""
         self.vision: Vision | None = None
+        self._tower = names_of_other_parts(self.model) if is_multimodal(model.config) else set()
         try:
             self.vision = Vision(self.model, directory, min_pixels=pixels[0], max_pixels=pixels[1])
-            self._tower = names_of_other_parts(self.model)
         except NoImages as error:
-            self.no_images, self._tower = str(error), set()
+            self.no_images = str(error)
 
     def _pack(self) -> None:
         """Copy the weights of large layers into the order in which oneDNN reads them.

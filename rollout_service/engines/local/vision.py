@@ -67,8 +67,8 @@ class Sighted(NamedTuple):
 
 
 class Vision:
-    """The eyes of a model that reads images. All methods except `check` of a prompt run on the engine's
-    thread. Raises `NoImages` if the model or its files cannot be used for images."""
+    """Vision tower and image processor of a model that reads images. All methods except `check` of a prompt
+    run on the engine's thread. Raises `NoImages` if the model or its files cannot be used for images."""
 
     def __init__(
         self, model: Any, folder: Path, *, min_pixels: int | None = None, max_pixels: int | None = None

@@ -13,6 +13,7 @@ units were delivered returns fewer units than were sampled, or none.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,10 @@ class SGLangAdapter(ServerAdapter):
         if settings.url is not None or self.first_folder(weights.path) != weights.path:
             # It was started with other weights, and its cache is from them.
             await _command(client, "/pause_generation", {"mode": PAUSE_MODES["recompute"]})
+            first = replace(weights, path=self.first_folder(weights.path))
             try:
+                if settings.url is not None and first != weights:  # it may have another vision tower
+                    await load_directory(client, first, flush=True, timeout_s=settings.ready_s)
                 await load_directory(client, weights, flush=True, timeout_s=settings.ready_s)
             finally:
                 await self.resume(client)

@@ -221,6 +221,9 @@ class VllmAdapter(ServerAdapter):
                 )
             # Whatever it did before, it belongs to this engine now.
             await _control(client, "/pause?mode=abort&clear_cache=true", VllmStatus)
+            if attached and (first := self.first_folder(weights.path)) != weights.path:
+                # It may have another vision tower, and the snapshot has none.
+                await self.load(client, await self.prepare(client, replace(weights, path=first)))
             await self.load(client, await self.prepare(client, weights))
             await self.resume(client)
         else:

@@ -53,9 +53,8 @@ class Usage(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """Used part of the server's answer. Decoding fails if a field is missing. Only `usage` may be missing,
-    because a stream lacks it,
-    and the prompt."""
+    """Used part of the server's answer. Decoding fails if a field is missing, except for `usage`, which a
+    stream lacks, and the prompt, which comes only if it was requested."""
 
     choices: list[AnswerChoice]
     usage: Usage | None = None

@@ -72,8 +72,9 @@ BAD = {
     "just too many pixels": (png(MOST_PIXELS // 1024 + 1, 1024), "at most 67108864 are decoded"),
     "a line": (png(1000, 1), "too thin"),
     "a strip": (encoded(Image.new("RGB", (900, 4)), "PNG"), "too thin"),
-    "a film": (encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "2 frames"),
-    "a moving webp": (encoded(FRAMES[0], "WEBP", save_all=True, append_images=FRAMES[1:]), "2 frames"),
+    "a film": (encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "several frames"),
+    "a film that is damaged": (encoded(FRAMES[0], "GIF")[:-1] + b"!", "its frames cannot be read"),
+    "a moving webp": (encoded(FRAMES[0], "WEBP", save_all=True, append_images=FRAMES[1:]), "several frames"),
 }
 
 

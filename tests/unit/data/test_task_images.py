@@ -108,6 +108,7 @@ def film():
 
 BAD = {
     "a missing file": (["a/9.png"], "image 1: the file .*/a/9.png cannot be read: No such file.* Replace it"),
+    "its own folder": (["./"], "cannot be read: .* Replace it"),
     "a folder": (["a/0.png", "a"], "image 2: the file .*/a cannot be read: .* Replace it"),
     "a pipe": (["pipe"], "cannot be read: it is no regular file"),
     "an empty file": (["empty.png"], "image 1: it is empty. Replace it, or take the row out."),
@@ -115,7 +116,7 @@ BAD = {
     "a cut png": ([as_url(encoded(size=(64, 64))[:-40])], "image 1: its end is missing"),
     "a cut jpeg": ([as_url(encoded(kind="JPEG", size=(64, 64))[:-40], "image/jpeg")], "its end is missing"),
     "a bomb": ([as_url(png(60_000, 60_000))], "pixels"),
-    "a film": ([as_url(film(), "image/gif")], "2 frames"),
+    "a film": ([as_url(film(), "image/gif")], "several frames"),
     "a path that leaves": (["a/../../x.png"], r"leads out of the folder.* Put it into that folder, or give"),
     "a type of data": ([as_url(b"%PDF", "application/pdf")], "no such type. Write data:TYPE;base64,"),
     "text in a data URL": (["data:image/png,xyz"], "has no such type"),

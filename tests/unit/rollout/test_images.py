@@ -184,6 +184,13 @@ async def test_images_are_refused_by_name_if_nothing_can_read_them(folder: Path)
         await ctx.generate(unknown)
 
 
+async def test_an_image_of_pillow_in_any_mode_becomes_a_file_or_an_error(folder: Path) -> None:
+    ctx, _ = context(folder)
+    for mode in ("CMYK", "YCbCr", "F", "I", "1", "P", "LA"):
+        (part,) = ctx.content(picture(8, 8).convert("L").convert(mode))
+        assert part["image"].startswith("blake3:")
+
+
 class Camera:
     """An environment that shows the place to which an action leads."""
 

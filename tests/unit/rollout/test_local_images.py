@@ -13,15 +13,21 @@ from transformers import AutoModelForImageTextToText
 
 from areal_async.models.vision import ImageProcessor
 from areal_async.trajectory import Sampling
-from rollout_service.engines.base import GenerateRequest, GenerateResult, RequestError, RequestImage
+from rollout_service.engines.base import (
+    EngineError,
+    GenerateRequest,
+    GenerateResult,
+    RequestError,
+    RequestImage,
+)
 from rollout_service.engines.local.core import EngineCore
 from rollout_service.engines.local.engine import LocalEngine
 from rollout_service.engines.local.model import LocalModel
-from tests.image_requests import IMAGE, KINDS, ImageModel, mixed, png
+from tests.image_requests import IMAGE, KINDS, ImageModel, NoisyWeights, mixed, png
 from tests.unit.families import FAMILIES
 from tests.unit.rollout.conftest import save_model
 from tests.unit.rollout.test_local_core import run, submit, swap
-from tests.vision import picture
+from tests.vision import picture, write_vision_model
 
 
 class World(ImageModel):
@@ -182,3 +188,40 @@ def test_the_engine_scales_images_as_the_job_says(tmp_path):
             await engine.stop()
 
     world.assert_true(asked, asyncio.run(answer()))
+
+
+def test_a_tower_that_fails_ends_its_request_alone_and_a_failed_pass_those_that_began(tmp_path, monkeypatch):
+    world = World(tmp_path, "qwen2_5_vl")
+    fine, lost = world.request("fine", "1+2=", []), world.request("lost", f"{IMAGE}=", [picture(16, 16)])
+    wrong = world.request("wrong", f"{IMAGE}=", [picture(8, 16)])
+    vision = world.core.model.vision
+    read = vision.read
+
+    def breaks(prefix: Any) -> Any:
+        if prefix.media == lost.media:
+            raise torch.OutOfMemoryError("no room")
+        return read(prefix)
+
+    monkeypatch.setattr(vision, "read", breaks)
+    done = run(world.core, lost, fine)
+    assert isinstance(done["lost"], EngineError)
+    assert "could not be computed: OutOfMemoryError" in str(done["lost"])
+    world.assert_true(fine, done["fine"])
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(world.core.model, "prefill", fails)
+    submit(world.core, lost, wrong)
+    with pytest.raises(RuntimeError, match="broken"), torch.inference_mode():
+        world.core.step()
+    assert {each.request_id for each in world.core.fail(EngineError("the step failed"))} == {"lost", "wrong"}
+
+
+def test_a_model_without_an_image_processor_takes_snapshots_without_its_tower(tmp_path):
+    folder = write_vision_model(tmp_path, "qwen3_vl")
+    weights = NoisyWeights(folder, 3)
+    (folder / "preprocessor_config.json").unlink()
+    model = LocalModel(folder)
+    assert "image processor" in model.no_images
+    model.load({name: value for name, value in weights.tensors.items() if "visual" not in name})

@@ -55,6 +55,13 @@ def test_policies_of_one_tokenizer_share_no_renderer_where_their_arguments_diffe
     assert [len(renderers[name](CHAT).ids) for name in ("one", "two")] == [3, 4]
 
 
+def test_policies_that_scale_images_differently_share_no_renderer(job_of):
+    policies = {name: {"model": "model"} for name in ("one", "two", "three")}
+    policies["two"]["rollout"] = {"images": {"max_pixels": 256}}
+    renderers = make_renderers(job_of({"workflow": "flow.py:flow"}, policies=policies))
+    assert renderers["one"] is renderers["three"] is not renderers["two"]
+
+
 def test_what_a_call_names_goes_before_what_the_job_says():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE

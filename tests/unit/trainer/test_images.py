@@ -278,6 +278,18 @@ def test_placeholder_tokens_without_an_image_are_plain_tokens(folder):
     torch.testing.assert_close(wide, want.detach(), atol=1e-5, rtol=0)
 
 
+def test_rows_whose_routes_differ_within_an_image_share_no_part_of_it(folder):
+    one, other = (row_with(folder, "1+@2=", [0], answer=answer) for answer in "34")
+    (image,) = one.images
+    assert image.count > 1
+    routes = np.zeros((len(one.token_ids), 1, 1), np.uint8)
+    elsewhere = routes.copy()
+    elsewhere[image.first + 1] = 1
+    rows = [structs.replace(one, routes=routes), structs.replace(other, episode=1, routes=elsewhere)]
+    (tree,) = plant(rows, np.zeros(2, int), 1 << 20, row_cost(2, 8, 0))
+    assert [row.shared for row in tree.rows] == [0, image.first]
+
+
 def test_images_that_cannot_be_used_are_named(folder):
     backend = backend_of(folder)
     row = row_with(folder, "1+@2=", [0])

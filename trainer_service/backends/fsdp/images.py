@@ -119,7 +119,7 @@ class ModelImages:
         return found
 
     def _prepared(self, model: Any, images: PackedImages, n_tokens: int) -> _Prepared:
-        """Return what `_prepare` returns for a pack of `n_tokens`. Tokens that were added at its end are a
+        """Return the value of `_prepare` for a pack of `n_tokens`. Tokens that were added at its end are a
         row of copies of its last token."""
         if self._reader not in images.prepared:
             images.prepared[self._reader] = self._prepare(model, images)

@@ -84,7 +84,7 @@ class LoadPlan:
         return is_multimodal(config) and self.vision == "frozen"
 
     def complete(self, model: Any) -> Sequence[str]:
-        """Add adapters and a second head, if requested. Returns the names of the layers with an adapter."""
+        """Add adapters and a second head, if requested. Return the names of the layers with an adapter."""
         adapted = add_adapters(model, self.lora) if self.lora is not None else ()
         if self.head == "both":
             with torch.device("meta"):
