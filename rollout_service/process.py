@@ -68,7 +68,7 @@ def make_renderers(job: JobConfig) -> dict[str, Renderer]:
     known: dict[str, tuple[Any, ...]] = {}
     for policy, view in job.views.items():
         made = make_renderer(view.model, view.rollout.template_args, pixels=view.rollout.images.pixels)
-        known[policy] = _tokens(made), view.rollout.images.pixels, _image_files(view.model)
+        known[policy] = _tokens(made), _image_files(view.model)
         alike = (renderers[other] for other in renderers if known[other] == known[policy])
         renderers[policy] = next(alike, made)
     return renderers

@@ -203,9 +203,12 @@ def test_a_tower_that_fails_ends_its_request_alone_and_a_failed_pass_those_that_
         return read(prefix)
 
     monkeypatch.setattr(vision, "read", breaks)
-    done = run(world.core, lost, fine)
-    assert isinstance(done["lost"], EngineError)
-    assert "could not be computed: OutOfMemoryError" in str(done["lost"])
+    submit(world.core, lost)
+    with torch.inference_mode():
+        (refused,) = world.core.step()
+    assert isinstance(refused.outcome, EngineError)
+    assert "could not be computed: OutOfMemoryError" in str(refused.outcome)
+    done = run(world.core, fine)
     world.assert_true(fine, done["fine"])
 
     def fails(*_: Any) -> Any:

@@ -1,6 +1,7 @@
 """`rollout.template_args` reach the chat template wherever prompts become ids."""
 
 import json
+import shutil
 
 import pytest
 
@@ -55,9 +56,13 @@ def test_policies_of_one_tokenizer_share_no_renderer_where_their_arguments_diffe
     assert [len(renderers[name](CHAT).ids) for name in ("one", "two")] == [3, 4]
 
 
-def test_policies_that_scale_images_differently_share_no_renderer(job_of):
+def test_policies_with_other_image_processors_share_no_renderer(job_of):
     policies = {name: {"model": "model"} for name in ("one", "two", "three")}
-    policies["two"]["rollout"] = {"images": {"max_pixels": 256}}
+    job = job_of({"workflow": "flow.py:flow"}, policies=policies)
+    seeing = job.model.parent / "seeing"
+    shutil.copytree(job.model, seeing)
+    (seeing / "preprocessor_config.json").write_text('{"patch_size": 4}')
+    policies["two"]["model"] = "seeing"
     renderers = make_renderers(job_of({"workflow": "flow.py:flow"}, policies=policies))
     assert renderers["one"] is renderers["three"] is not renderers["two"]
 

@@ -286,7 +286,7 @@ def test_rows_whose_routes_differ_within_an_image_share_no_part_of_it(folder):
     elsewhere = routes.copy()
     elsewhere[image.first + 1] = 1
     rows = [structs.replace(one, routes=routes), structs.replace(other, episode=1, routes=elsewhere)]
-    (tree,) = plant(rows, np.zeros(2, int), 1 << 20, row_cost(2, 8, 0))
+    (tree,) = plant(rows, np.zeros(2, int), 1 << 20)
     assert [row.shared for row in tree.rows] == [0, image.first]
 
 
