@@ -513,9 +513,8 @@ class Context:
         if chat is not None and chat.tools:
             text = chat.render(render.tokenizer)
             return new._replace(text=text, images=images, ids=None if images else render.following(text))
-        if images:
-            return new._replace(text=render(content).text, images=images)
-        return new._replace(ids=render(content).ids, images=())
+        shown = render(content)
+        return new._replace(text=shown.text, images=images, ids=None if images else shown.ids)
 
     def _add(self, new: NewSegment, shown: Rendered) -> int:
         """Add a segment, and return its index."""
@@ -544,8 +543,7 @@ class Context:
         return segment
 
     def _prompt_text(self, prompt: Prompt | None, segment: int) -> str:
-        """Return the first text that the model reads. A chat `prompt` was rendered just before, so its
-        rendering is still cached."""
+        """Return the first text that the model reads. The rendering of a chat `prompt` is still cached."""
         policy = self._policy[segment]
         known = self.engines[policy].render(prompt).text if prompt is not None else ""
         path = self._path(segment).tolist()
