@@ -94,7 +94,7 @@ class Model:
         return sum(-(-shape[0] // ranks) * prod(shape[1:]) for shape in every)
 
     def tower_shard(self, ranks: int) -> int:
-        """The same of the vision tower."""
+        """Numbers of the vision tower that one of `ranks` keeps."""
         return sum(-(-shape[0] // ranks) * prod(shape[1:]) for shape in self.tower.values())
 
     @property
