@@ -133,7 +133,7 @@ def write_files(folder: Path, kind: str, tasks: Sequence[ImageTask]) -> Any:
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
     longest = max(len(task.prompt) + len(task.images) * MOST_CELLS + len(task.answer) for task in tasks)
-    config = config_of(kind, tokenizer, max(128, 2 * longest))
+    config = config_of(kind, tokenizer, max(256, 2 * longest))
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     processor = {

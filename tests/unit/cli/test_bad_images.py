@@ -1,8 +1,11 @@
 """`validate` refuses each bad image and each bad row by one sentence with the row, the field and the fix."""
 
+import importlib
 import io
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,6 +22,7 @@ from areal_async.launch.prompt_trial import tokenizer_mistakes
 from tests.unit.data.test_images import FRAMES, png
 from tests.vision import picture, write_vision_model
 
+ROOT = Path(__file__).parents[3]
 IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "1+1="}
 
 
@@ -206,11 +210,44 @@ def test_a_model_without_its_image_processor_is_refused(folder, tmp_path):
     assert re.search(r"line 1 has images, and the image processor in \S+ cannot be used: Can't", str(found))
 
 
-def test_the_tasks_of_the_page_about_images_are_valid(folder, monkeypatch):
-    page = (Path(__file__).parents[3] / "docs/images.md").read_text()
-    monkeypatch.chdir(folder)
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_tasks_of_the_page_about_images_are_valid_for_their_small_model(tmp_path, monkeypatch, kind):
+    page = (ROOT / "docs/images.md").read_text()
+    monkeypatch.chdir(tmp_path)
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
-    job = load_job(folder / "job.yaml", ["rollout.max_model_len=512", "tasks.evaluation=held_out.jsonl"])
-    notes = [str(each) for each in tokenizer_mistakes(job) if not each.fix]
-    told = re.compile(r"images of (\d+) rows .* largest (\d+ x \d+) pixels, take \d")
-    assert [told.search(note).groups() for note in notes] == [("500", "224 x 224"), ("50", "224 x 224")]
+    words = re.search(r"small_model.py (.*)", page)[1].split()
+    command = [sys.executable, ROOT / "recipes/coloured-squares/small_model.py", *words, "--enough", "0"]
+    subprocess.run([*command, "--kind", kind], check=True)
+    (tmp_path / "job.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
+    notes = [str(each) for each in tokenizer_mistakes(load_job(tmp_path / "job.yaml")) if not each.fix]
+    told = re.compile(r"images of (\d+) rows .* largest (\d+ x \d+) pixels, take (\d+) tokens each")
+    assert [told.search(note).groups() for note in notes] == [
+        ("500", "224 x 224", "64"),
+        ("50", "224 x 224", "64"),
+    ]
+
+
+def test_the_small_model_reads_several_images_and_refuses_rows_without_one(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "recipes/coloured-squares")
+    small_model = importlib.import_module("small_model")
+    for number, size in enumerate([(16, 16), (48, 16)]):
+        Image.new("RGB", size, "red").save(tmp_path / f"{number}.png")
+    row = {
+        "prompt": "<image>, <image>?",
+        "images": ["0.png", "1.png"],
+        "reward_model": {"ground_truth": "yes"},
+    }
+    rows = [row, row | {"prompt": "?", "images": ["0.png"], "reward_model": {"ground_truth": "no"}}]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    accuracy = small_model.make_model(path, path, tmp_path / "model", kind="qwen2_5_vl", seed=0, enough=1.0)
+    assert accuracy == 1.0
+    both = small_model.Teacher(tmp_path / "model").shown(small_model.tasks_of(path)[0])
+    assert both.grids.tolist() == [[1, 4, 4], [1, 4, 12]]
+    assert len(both.ids) == (2 + 4) + 2 + (2 + 12) + 1 + 3 + 1  # marks, cells, texts, answer, end
+    path.write_text(json.dumps(row | {"images": []}) + "\n")
+    with pytest.raises(SystemExit, match=r"train.jsonl:1: needs prompt \(a text\), images"):
+        small_model.tasks_of(path)
+    path.write_text(json.dumps(row | {"images": ["0.png"]}) + "\n")
+    with pytest.raises(SystemExit, match="1 images, but 2 <image>"):
+        small_model.tasks_of(path)
