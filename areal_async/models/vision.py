@@ -7,6 +7,7 @@ placeholder tokens as the image has features, and the model then puts the featur
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +17,7 @@ from transformers import AutoConfig
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
 from areal_async.base.errors import ArealError
+from areal_async.models.prompts import BREAK
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -79,12 +81,15 @@ class ImageProcessor:
         return int(found["num_image_tokens"][0])
 
     def expand(self, text: str, images: Sequence[Image]) -> ExpandedText:
-        """Return the tokens of a text with one placeholder for each image. Raises `NoImages` if the numbers
-        of placeholders and images differ."""
+        """Return the tokens of a text with one placeholder for each image, tokenized in pieces around each
+        `BREAK`. Raises `NoImages` if the numbers of placeholders and images differ."""
         if (count := text.count(self.placeholder)) != len(images):
             raise NoImages(f"a text has {count} placeholders ({self.placeholder}) and {len(images)} images")
-        found = self._processor(images=list(images) or None, text=[text], add_special_tokens=False)
-        ids = list(found["input_ids"][0])
+        ids, left = list[int](), iter(images)
+        for piece in filter(None, text.split(BREAK)):
+            own = list(islice(left, piece.count(self.placeholder)))
+            found = self._processor(images=own or None, text=[piece], add_special_tokens=False)
+            ids += found["input_ids"][0]
         sizes = [self.tokens_of(*image.size) for image in images]
         return ExpandedText(ids, self._spans(ids, sizes))
 

@@ -38,11 +38,13 @@ from areal_async.data.images import decode_image
 from areal_async.models.answers import Detokenizer, end_ids, turn_closing
 from areal_async.models.prompts import (
     Tokenizer,
+    broken,
     content_text,
     message_texts,
     prompt_ids,
     prompt_text,
     text_ids,
+    with_plain_marks,
 )
 from areal_async.trajectory.layout import FinishReason, SegmentKind
 from rollout_service.engines.base import RequestImage
@@ -182,12 +184,13 @@ def continuation(tokenizer: Tokenizer, chat: Chat, new: Sequence[Message]) -> tu
     Without a chat template, the text is the contents of the messages `new`, joined by newlines. Raises
     `TurnError` if `chat` does not end in a reply."""
     if not tokenizer.chat_template:
-        return message_texts(new), False
+        return broken(tokenizer, message_texts(new)), False
     if not chat.messages or chat.messages[-1]["role"] != "assistant":
         raise TurnError("messages can only follow a reply: generate() first, and pass its segment as parent")
     *earlier, reply = chat.messages
     asked = replace(chat, messages=tuple(earlier))
-    given, before, content = asked.render(tokenizer), _unopened(tokenizer, asked), str(reply["content"])
+    given, before = asked.render(tokenizer), _unopened(tokenizer, asked)
+    content = broken(tokenizer, str(reply["content"]))
     text = tail(
         chat.then(new).render(tokenizer),
         RenderedPrompt(given, before if before is not None and given.startswith(before) else None),
@@ -220,7 +223,8 @@ def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt as ids, and as text. In the text, each image is one placeholder."""
+    """A prompt as ids, and as text. In the text, each image is one placeholder, and marks that are no images
+    are broken (`models/prompts.py`)."""
 
     ids: Ids
     text: str
@@ -256,7 +260,7 @@ class Renderer:
     ) -> None:
         """`ends` are the ids that end an answer. The default is the tokenizer's. `processor` makes the image
         processor of a model that reads images; it is called for the first image."""
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer if processor is None else with_plain_marks(tokenizer)
         self.ends = frozenset(end_ids(tokenizer) if ends is None else ends)
         self.answers = Detokenizer(tokenizer, self.ends)
         self._remembered = lru_cache(remember)(self._rendered)
@@ -303,7 +307,7 @@ class Renderer:
         if (count := text.count(processor.placeholder)) != len(images):
             raise TurnError(
                 f"messages with {len(images)} images are rendered with {count} placeholders "
-                f"({processor.placeholder}): the chat template ignores images, or a text has a placeholder"
+                f"({processor.placeholder}): the chat template does not show each image once"
             )
         ids, spans = processor.expand(text, [decode_image(image.data) for image in images])
         array = np.asarray(ids, np.int32)
@@ -316,7 +320,8 @@ class Renderer:
         prompt: Any = key if isinstance(key, str) else msgspec.msgpack.decode(key)
         text = prompt if kind == "more" else prompt_text(self.tokenizer, prompt)
         if kind == "more":
-            ids = np.asarray(text_ids(self.tokenizer, prompt, special=False), np.int32)
+            plain = broken(self.tokenizer, prompt)
+            ids = np.asarray(text_ids(self.tokenizer, plain, special=False), np.int32)
         else:
             ids = np.asarray(prompt_ids(self.tokenizer, prompt), np.int32)
         ids.setflags(write=False)  # it is shared by many callers
