@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -27,6 +27,7 @@ import msgspec
 
 from areal_async.base.errors import ArealError
 from areal_async.base.verdicts import Abstain, Parts, Score
+from areal_async.config.rewardcheck import with_those_inside
 from areal_async.config.user_file import run_user_file
 from reward_service.inputs import RewardInput
 from reward_service.signatures import adapted
@@ -74,8 +75,8 @@ The attribute is a function marked `@reward`, or a `BackendReward` (`reward_serv
 outside the pool.
 """
 
-WITHOUT_MEDIA = BUILT_IN.keys() - {"weighted", "remote", "judge"}
-"""Rewards that judge only texts. They get no bytes of images."""
+TEXTS_ONLY = BUILT_IN.keys() - {"remote", "judge"}
+"""Rewards that see no images themselves. A part of `weighted` may see them."""
 
 MARK = "__areal_reward__"
 
@@ -90,6 +91,15 @@ class RewardLoadError(ArealError):
     def __init__(self, message: str, *, may_pass: bool = False) -> None:
         super().__init__(message)
         self.may_pass = may_pass
+
+
+def sees_images(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a reward, or a reward that it contains, gets the bytes of images."""
+    inside = with_those_inside("", name, arguments)
+    return any(
+        inner not in TEXTS_ONLY and not (inner == "judge" and given.get("max_images") == 0)
+        for _, inner, given in inside
+    )
 
 
 def time_left_s() -> float:
