@@ -129,7 +129,7 @@ class Router:
         """Return whether a reward gets the bytes of images. The servers of a remote reward say so."""
         watched = self._backends.get(spec.key)
         asked = watched is None or getattr(watched.backend, "wants_images", True)
-        return asked and sees_images(spec.name, spec.args)
+        return asked and sees_images(spec)
 
     @property
     def alive(self) -> int:

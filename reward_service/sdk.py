@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -27,13 +27,13 @@ import msgspec
 
 from areal_async.base.errors import ArealError
 from areal_async.base.verdicts import Abstain, Parts, Score
-from areal_async.config.rewardcheck import with_those_inside
 from areal_async.config.user_file import run_user_file
 from reward_service.inputs import RewardInput
 from reward_service.signatures import adapted
 
 if TYPE_CHECKING:
     from areal_async.config.base import Section
+    from areal_async.config.reward_routing import RewardSpec
 
 __all__ = ["BUILT_IN", "Abstain", "Parts", "RewardInput", "RewardLoadError", "Score", "load_reward", "reward"]
 
@@ -93,9 +93,11 @@ class RewardLoadError(ArealError):
         self.may_pass = may_pass
 
 
-def sees_images(name: str, arguments: Mapping[str, Any]) -> bool:
+def sees_images(spec: RewardSpec) -> bool:
     """Return whether a reward, or a reward that it contains, gets the bytes of images."""
-    inside = with_those_inside("", name, arguments)
+    from areal_async.config.rewardcheck import with_those_inside  # no scoring process needs it
+
+    inside = with_those_inside("", spec.name, spec.args)
     return any(
         inner not in TEXTS_ONLY and not (inner == "judge" and given.get("max_images") == 0)
         for _, inner, given in inside

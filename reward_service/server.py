@@ -234,12 +234,7 @@ class RewardServer:
         for item, given in itertools.chain(*calls):
             if given.media:
                 wanted[item.episode_id.rpartition(".")[0]] += [each.digest for each in given.media]
-        while True:
-            try:
-                fetch = await fetch_media(self._buffer, wanted)
-                break
-            except (RpcTimeout, FaultError) as error:
-                await wait_out(error, "media", RETRY_PAUSE_S)
+        fetch = await fetch_media(self._buffer, wanted, retry_pause_s=RETRY_PAUSE_S)
         found = {digest: bytes(data) for digest, data in fetch.found.items()}
         whole = []
         for call in calls:

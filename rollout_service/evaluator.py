@@ -333,8 +333,7 @@ class Evaluator:
         episode, blob = await run_episode(ctx, work, limit_s, debug=debug)
         header = episode.header
         media = {each.facts.digest: each.data for each in task.images} | ctx.new_media
-        reward = self.scorer.routing.of(task)
-        seen = media and sees_images(reward.name, reward.args)
+        seen = media and sees_images(self.scorer.routing.of(task))
         return _Answer(
             task=number,
             sample=sample,
