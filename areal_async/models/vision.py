@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
-from areal_async.base.errors import ArealError
+from areal_async.base.errors import ArealError, first_line
 from areal_async.models.prompts import BREAK
 
 if TYPE_CHECKING:
@@ -28,10 +28,6 @@ Inputs = Mapping[str, Tensor]
 
 class NoImages(ArealError):
     """The model does not read images, or its processor cannot be used."""
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 class ImageSpan(NamedTuple):
@@ -60,7 +56,7 @@ class ImageProcessor:
             found = processor_class_from_name(PROCESSOR_MAPPING_NAMES.get(kind) or "")
             parts = () if found is None else found.get_attributes()
         except ImportError as error:  # transformers has no processor of this kind without torchvision
-            raise NoImages(f"the image processor in {folder} cannot be used: {_first_line(error)}") from error
+            raise NoImages(f"the image processor in {folder} cannot be used: {first_line(error)}") from error
         if found is None or "image_processor" not in parts:
             raise NoImages(f"{folder} has a model of type {kind}, which reads no images")
         own = [part for part in parts if part in ("image_processor", "tokenizer")]
@@ -68,7 +64,7 @@ class ImageProcessor:
         try:
             self._processor = alone.from_pretrained(folder, local_files_only=True, backend="pil")
         except Exception as error:  # transformers raises many kinds of errors for incomplete folders
-            why = _first_line(error).partition(". ")[0]
+            why = first_line(error).partition(". ")[0]
             raise NoImages(f"the image processor in {folder} cannot be used: {why}") from error
         self.bound(min_pixels, max_pixels)
         self.placeholder: str = self._processor.image_token

@@ -545,9 +545,8 @@ class Context:
     def _prompt_text(self, prompt: Prompt | None, segment: int) -> str:
         """Return the first text that the model reads. The rendering of a chat `prompt` is still cached."""
         policy = self._policy[segment]
-        render = self.engines[policy].render
+        render, path = self.engines[policy].render, self._path(segment).tolist()
         known = "".join(pieces(render.tokenizer, render(prompt).text)) if prompt is not None else ""
-        path = self._path(segment).tolist()
         for image in reversed(self._media.get(segment, ())):
             del path[image.first + 1 : image.first + image.count]
         return known or render.answers.text(path, whole=True)

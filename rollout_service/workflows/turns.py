@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from areal_async.base.errors import ArealError
 from areal_async.base.records import ImageFile
-from areal_async.data.images import decode_image
+from areal_async.data.images import ImageCache, decode_image
 from areal_async.models.answers import Detokenizer, end_ids, turn_closing
 from areal_async.models.prompts import (
     Tokenizer,
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-REMEMBERED_IMAGES = 16
-"""Number of texts with images whose ids are kept. The samples of a group have the same prompt."""
+REMEMBERED_BYTES = 256 << 20
+"""Bytes of texts with images whose ids are kept. The samples of a group have the same prompt."""
 
 Message = Mapping[str, Any]
 Rewritten = Literal["root", "error"]
@@ -231,6 +231,10 @@ class Rendered:
     media: tuple[RequestImage, ...] = ()
 
 
+def _size_bytes(shown: Rendered) -> int:
+    return shown.ids.nbytes + len(shown.text) + sum(len(image.data) for image in shown.media)
+
+
 class NewSegment(NamedTuple):
     """A segment to add to an episode. If it has images, its ids are those of `text` around the images."""
 
@@ -266,7 +270,7 @@ class Renderer:
         self._remembered = lru_cache(remember)(self._rendered)
         self._make_processor = processor
         self._processor: ImageProcessor | None = None
-        self._remembered_images = lru_cache(REMEMBERED_IMAGES)(self._expanded)
+        self._remembered_images: ImageCache[Rendered] = ImageCache(REMEMBERED_BYTES, _size_bytes)
         self._thread, self._one_at_a_time = ThreadPoolExecutor(1, "images"), threading.Lock()
 
     def __call__(self, prompt: Prompt) -> Rendered:
@@ -284,7 +288,9 @@ class Renderer:
         `TurnError` if the model reads no images or the text has another number of placeholders, and
         `ImageError`. Decoding large images takes seconds."""
         with self._one_at_a_time:  # processors are not safe for several threads
-            return self._remembered_images(text, tuple(images))
+            key = text, *(image.facts.digest for image in images)
+            known = self._remembered_images.get(key)
+            return known or self._remembered_images.keep(key, self._expanded(text, images))
 
     def shown(self, new: NewSegment) -> Rendered:
         """Return a segment as ids, with its images expanded."""
@@ -298,7 +304,7 @@ class Renderer:
         """Return `work(*given)`. Run it in a thread for images, so that it does not block the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *given)
 
-    def _expanded(self, text: str, images: tuple[ImageFile, ...]) -> Rendered:
+    def _expanded(self, text: str, images: Sequence[ImageFile]) -> Rendered:
         if self._processor is None:
             if self._make_processor is None:
                 raise TurnError("a message has images, but the model reads none: set `model` to another")

@@ -170,6 +170,19 @@ async def test_samples_share_the_tokens_of_a_prompt_and_other_images_have_their_
     assert render.expanded(shown, [one]).media != render.expanded(shown, [other]).media
 
 
+async def test_prompts_with_images_are_kept_up_to_a_number_of_bytes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = file_of(picture(8, 8)), file_of(picture(40, 40, seed=1))
+    monkeypatch.setattr(turns, "REMEMBERED_BYTES", len(large.data) + len(small.data))
+    ctx, _ = context(folder)
+    render = ctx.engines["policy"].render
+    first = render.expanded("<|image_pad|>", [small])
+    assert render.expanded("<|image_pad|>", [small]) is first
+    render.expanded("<|image_pad|>", [large])
+    assert render.expanded("<|image_pad|>", [small]) is not first
+
+
 async def test_images_are_refused_by_name_if_nothing_can_read_them(folder: Path) -> None:
     image = (file_of(picture(8, 8)),)
     ctx, _ = context(folder, "3", processor=False)
