@@ -50,10 +50,12 @@ class Timeline:
 
 @dataclass
 class Model:
-    """A Qwen2 or Qwen3 model, from its `config.json`. `head` is `tokens` or `value`."""
+    """A Qwen2 or Qwen3 model, from its `config.json`. `head` is `tokens` or `value`. With a `rank`, it is
+    frozen, and only adapters of this rank at all matrices of its blocks are trained."""
 
     config: dict[str, Any]
     head: str = "tokens"
+    rank: int = 0
     block: Tensors = field(init=False)
     root: Tensors = field(init=False)
 
@@ -92,7 +94,7 @@ class Model:
         return sum(-(-shape[0] // ranks) * prod(shape[1:]) for shape in every)
 
     def tower_shard(self, ranks: int) -> int:
-        """The same of the vision tower."""
+        """Numbers of the vision tower that one of `ranks` keeps."""
         return sum(-(-shape[0] // ranks) * prod(shape[1:]) for shape in self.tower.values())
 
     @property
@@ -106,6 +108,11 @@ class Model:
     @property
     def root_size(self) -> int:
         return sum(map(prod, self.root.values()))
+
+    @property
+    def adapters(self) -> int:
+        """Numbers in the adapters of a block."""
+        return sum(self.rank * sum(shape) for shape in self.block.values() if len(shape) == 2)
 
     def saved(self) -> dict[str, int]:
         """Bytes per token that the backward pass of one block reads."""
@@ -127,6 +134,8 @@ class Model:
             "activated gate": HALF * self.m,
             "product": HALF * self.m,
         }
+        if self.rank:
+            found["between the two matrices of each adapter"] = 7 * HALF * self.rank
         if self.qwen3:
             found |= {f"norm of {name}": (FULL + HALF) * n for name, n in (("q", self.q), ("k", self.k))}
         return found
@@ -190,14 +199,17 @@ def trained_step(model: Model, ranks: int, recompute: str, tokens: int) -> float
     time.free("tile", "units", "units_gradient", "last_norm", "ahead")
     held = set(model.kept(recompute))
     again = 0
+    learned = model.adapters or model.block_size
     if recompute != "none":
         again = tokens * sum(size for name, size in model.saved().items() if name not in held)
     for index in reversed(range(model.layers)):
         time.make(now=block, ahead=block if ranks > 1 and index else 0, again=again)
-        time.make(passing=tokens * HALF * (2 * h + 2 * m), gradients=HALF * model.block_size)
+        time.make(passing=tokens * HALF * (2 * h + 2 * m), gradients=HALF * learned)
         time.free("passing", "again", "now", "ahead", f"kept {index}", "reduced")
-        time.make(reduced=FULL * model.block_size, output=FULL * model.block_size / ranks)
+        time.make(reduced=FULL * learned, output=FULL * learned / ranks)
         time.free("gradients", "output")
+    if model.rank:
+        return time.peak
     time.make(embedding=HALF * prod(model.root["embedding"]), token_gradient=HALF * h * tokens)
     time.free("token_gradient")
     if not model.config["tie_word_embeddings"]:
@@ -228,8 +240,8 @@ def models(job: JobConfig) -> list[tuple[Model, bool]]:
     trainer = job.trainer
     if job.kind != "rl":
         return [(Model(config_in(job.model), "value" if job.kind == "reward_model" else "tokens"), True)]
-    found = [(Model(config_in(job.model)), True)]
-    if trainer.objective.kl.coefficient:
+    found = [(Model(config_in(job.model), rank=trainer.lora.rank), True)]
+    if trainer.objective.kl.coefficient and not trainer.lora.rank:  # else the model without its adapters
         found.append((Model(config_in(job.model)), False))
     if trainer.critic.model is not None:
         found.append((Model(config_in(trainer.critic.model), "value"), True))
@@ -251,7 +263,9 @@ def trainer_bytes(job: JobConfig) -> tuple[float, float, float]:
             ranks
         )  # frozen, in fp32 beside what is trained
         parameters += (FULL if trained else HALF) * numbers + tower
-        state += (16 if trained else HALF) * numbers + tower
+        learned = model.layers * model.adapters / ranks
+        parameters += FULL * learned
+        state += (FULL if model.rank else 16 if trained else HALF) * numbers + 16 * learned + tower
         one = trained_step(model, ranks, recompute, tokens) if trained else frozen_pass(model, ranks, tokens)
         most = max(most, one)
     peak = state + most

@@ -1,4 +1,4 @@
-"""What is known of the recipes' job files for 1, 8 and 64 GPUs without running them.
+"""Checks and plans of the recipes' job files for 1, 8 and 64 GPUs, without running them.
 
     python benchmarks/recipe_plans.py [--only dpo,…] [--out benchmarks/results/recipe_plans.json]
 

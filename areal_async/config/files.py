@@ -21,7 +21,7 @@ from areal_async.config.dotted import get
 from areal_async.config.job import JobConfig
 from areal_async.config.parallel import RankGrid
 from areal_async.config.parts import own_part_mistakes
-from areal_async.config.registry import CHANNELS, TOOLS, WORKFLOWS
+from areal_async.config.registry import ADVANTAGES, CHANNELS, TOOLS, WORKFLOWS
 from areal_async.config.reward_routing import Routing
 from areal_async.config.rewardcheck import part_of, reward_file_mistakes
 from areal_async.data.examples import FORMS, Form, read_examples
@@ -42,7 +42,8 @@ from areal_async.models.files import (
 )
 
 READ_WHOLE_BYTES = 16 << 20
-"""Task files up to this size are checked row by row. In larger files only the first row is checked."""
+"""Task files up to this size are checked row by row. In larger files only the first row is checked here, and
+more rows by `launch/prompt_trial.py`."""
 OWN_CODE = re.compile(r"\S+\.py:[A-Za-z_]\w*")  # Name of user code: `path.py:name`
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 
@@ -75,12 +76,7 @@ def _check_run_dir(run_dir: Path) -> Iterator[Mistake]:
 
 def _check_secret_files(job: JobConfig) -> Iterator[Mistake]:
     """Check that the named secrets and certificates are readable. Their content is never shown."""
-    for name in (
-        "redis_login.password_file",
-        "redis_tls.ca_file",
-        "redis_tls.cert_file",
-        "redis_tls.key_file",
-    ):
+    for name in ("redis_login.password_file", *(f"redis_tls.{each}_file" for each in ("ca", "cert", "key"))):
         path: Path | None = attrgetter(name)(job.buffer)
         if path is not None and not (path.is_file() and os.access(path, os.R_OK)):
             problem = f"{path} does not exist or cannot be read"
@@ -237,7 +233,8 @@ def _check_lora_targets(job: JobConfig) -> Iterator[Mistake]:
     read here, the trainer checks the targets when it builds the layers."""
     with suppress(OSError, ValueError):
         if job.trainer.lora.targets and job.model.is_dir():
-            yield from lora_target_mistakes(job, _stored_shapes(job.model))
+            shapes = {name: tensor.shape for name, tensor in stored_tensors(job.model).items()}
+            yield from lora_target_mistakes(job, shapes)
 
 
 def lora_target_mistakes(job: JobConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Mistake]:
@@ -246,10 +243,6 @@ def lora_target_mistakes(job: JobConfig, shapes: Mapping[str, tuple[int, ...]]) 
     if linear and (unknown := [target for target in job.trainer.lora.targets if target not in linear]):
         problem = f"the model has no layer called {', '.join(unknown)} that can have an adapter"
         yield Mistake("trainer.lora.targets", problem, f"Choose of {', '.join(sorted(linear))}")
-
-
-def _stored_shapes(model: Path) -> dict[str, tuple[int, ...]]:
-    return {name: tensor.shape for name, tensor in stored_tensors(model).items()}
 
 
 def _linear_layers(model: Path, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
@@ -289,12 +282,11 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> Iterator[Mistake]:
         elif whole:
             table = read_tasks(path)
             prompts = [task.prompt for task in table]
-            mistake = _truth_mistake(job, field, path, table) or _image_mistake(job, field, path, table)
+            named = ((f"row {row} of {path}", task) for row, task in enumerate(table, 1))
+            mistake = _truth_mistake(job, field, path, table) or image_mistake(job, field, named)
         else:
             where, row = next(task_rows(path), (f"task file {path}, row 1", {}))
-            first = TaskTable(path, "", [task_row(where, row)], {})
-            prompts = [task.prompt for task in first]
-            mistake = _image_mistake(job, field, path, first)
+            prompts = [task_row(where, row)["prompt"]]
     except TaskFileError as error:  # The text of the error consists of a problem and a fix
         problem, _, fix = str(error).rstrip(".").rpartition(". ")
         yield Mistake(field, problem or fix, fix if problem else "Correct the file, or choose another")
@@ -322,27 +314,32 @@ def _truth_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]
     return Mistake(field, f"{problem} (the first: row {found[0][0]})", fix)
 
 
-def _image_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]) -> Mistake | None:
-    """Refuse tasks with images if the model, the back end, the teacher or the reward cannot use them."""
-    seen = [(row, task) for row, task in enumerate(tasks, 1) if task.images]
+def image_mistake(job: JobConfig, field: str, tasks: Iterable[tuple[str, Task]]) -> Mistake | None:
+    """Refuse tasks with images if the model, the back end, the critic, the teacher or the reward cannot use
+    them. Each task comes with the name of its row."""
+    seen = [(row, task) for row, task in tasks if task.images]
     if not seen:
         return None
-    found = f"row {seen[0][0]} of {path} has images"
+    found, trainer = f"{seen[0][0]} has images", job.trainer
     routing = Routing(job.reward)
     for row, name in ((row, routing.of(task).name) for row, task in seen):
         if getattr(part_of(name), "texts_only", False):
-            problem = f"row {row} of {path} has images, and the reward {name} reads only texts"
+            problem = f"{row} has images, and the reward {name} reads only texts"
             return Mistake(field, problem, "Use the reward judge or one of your own, or tasks without images")
     if job.model.is_dir() and not reads_images(job.model):
         fix = "Give a model that reads images, or tasks without images"
         return Mistake(field, f"{found}, and the model in {job.model} reads none", fix)
-    if job.trainer.backend == "megatron":
+    if trainer.backend == "megatron":
         return Mistake("trainer.backend", f"megatron trains on texts alone, and {found}", "Set it to fsdp")
+    advantage = ADVANTAGES.known(trainer.objective.advantage)
+    if trainer.critic.kind == "model" and "value" in getattr(advantage, "columns", ()):
+        problem = f"a critic that is a model of its own reads no images, and {found}"
+        return Mistake("trainer.critic.kind", problem, "Set it to head, or train without a critic")
     for other in OF_TRAINER:
         folder: Path | None = attrgetter(other)(job)
         if folder is not None and folder.is_dir() and not reads_images(folder):
             return Mistake(other, f"{found}, and the model in {folder} reads none", "Give one that does")
-    if job.trainer.teacher.urls:
+    if trainer.teacher.urls:
         fix = "Name the teacher's folder in trainer.teacher.model"
         return Mistake("trainer.teacher.urls", f"servers are asked by the ids of tokens, and {found}", fix)
     return None

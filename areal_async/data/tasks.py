@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -72,15 +73,22 @@ class DataError(TaskFileError):
 
 class RowName(str):
     """Name of a row for errors. `place` is the offset of its line in a jsonl file in bytes, or its number in
-    a parquet file from 0."""
+    a parquet file from 0. `number` is its line or row, from 1."""
 
     place: int = 0
+    number: int = 1
 
     @classmethod
-    def at(cls, place: int, name: str) -> RowName:
-        made = cls(name)
-        made.place = place
+    def at(cls, path: Path, number: int, line: int | None = None) -> RowName:
+        """Return the name of a row of a parquet file, or of a jsonl file in which it begins at `line`."""
+        made = cls(f"task file {path}, {'row' if line is None else 'line'} {number}")
+        made.place, made.number = number - 1 if line is None else line, number
         return made
+
+
+FIRST = RowName("the first row")
+SPREAD_ROWS = 64
+"""Most rows that `spread_rows` yields from the rest of a file."""
 
 
 class TaskTable:
@@ -120,11 +128,7 @@ class TaskTable:
         if (name := self._names.get(row)) is None:
             return []
         facts = [each.facts for each in self._rows[row][IMAGES]]
-        try:
-            sources = image_row(self.path, name.place)[IMAGES]
-        except TaskFileError as error:
-            raise TaskFileError(f"{name}: its images cannot be read again ({error})") from error
-        found = _images_of(name, sources)
+        found = _images_of(name, image_row(self.path, name)[IMAGES])
         if [each.facts for each in found] != facts:
             raise TaskFileError(
                 f"{name}: its images have changed since the job began. Restore the files, or begin a new job."
@@ -165,22 +169,21 @@ def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
 
 
 def task_rows(
-    path: Path, columns: Collection[str] | None = COLUMNS, *, first: int = 0
+    path: Path, columns: Collection[str] | None = COLUMNS, *, first: RowName = FIRST
 ) -> Iterator[tuple[RowName, dict[str, Any]]]:
     """Yield the rows of a task file with their `columns` (None: all), as (name for errors, row), from the row
-    with the place `first` on. The name is the file with a line number, or a row number for parquet, both from
-    1. The values are not checked, but images become their `Source`. Raises `TaskFileError`."""
+    `first` on. The name is the file with a line number, or a row number for parquet, both from 1. The values
+    are not checked, but images become their `Source`. Raises `TaskFileError`."""
     try:
         path = task_file(path)
         with os.fdopen(open_regular(path), "rb") as file:
             rows: Iterator[tuple[RowName, dict[str, Any]]]
             match path.suffix:
                 case ".parquet":
-                    found = enumerate(_parquet_rows(path, file, columns, first), first)
-                    rows = ((RowName.at(n, f"task file {path}, row {n + 1}"), row) for n, row in found)
+                    found = enumerate(_parquet_rows(path, file, columns, first.place), first.number)
+                    rows = ((RowName.at(path, number), row) for number, row in found)
                 case ".jsonl" | ".json":
-                    file.seek(first)
-                    rows = _jsonl_rows(path, file, columns)
+                    rows = _jsonl_rows(path, file, columns, first)
                 case suffix:
                     raise TaskFileError(
                         f"task file {path} ends in {suffix or 'nothing'!r}: use a .parquet or .jsonl file."
@@ -196,11 +199,38 @@ def task_rows(
         ) from error
 
 
-def image_row(path: Path, place: int) -> dict[str, Any]:
-    """Return the column `images` of the row at a place (`RowName`). Raises `TaskFileError`."""
-    for _, row in task_rows(path, (IMAGES,), first=place):
+def image_row(path: Path, name: RowName) -> dict[str, Any]:
+    """Return the column `images` of a row. Raises `TaskFileError`."""
+    for _, row in task_rows(path, (IMAGES,), first=name):
         return {IMAGES: (), **row}
-    raise TaskFileError(f"task file {path} is shorter than when the job began. Restore it.")
+    raise TaskFileError(f"{name}: the file is shorter than when the job began. Restore it.")
+
+
+def spread_rows(path: Path, most: int) -> Iterator[tuple[RowName, dict[str, Any]]]:
+    """Yield the first `most` rows of a task file, and at most `SPREAD_ROWS` from the rest: lines of a jsonl
+    file at equal distances, or first rows of row groups of a parquet file. Raises `TaskFileError`."""
+    last = FIRST
+    for last, row in itertools.islice(task_rows(path), most):
+        yield last, row
+    for name in drawn([*_later_rows(task_file(path), last)], SPREAD_ROWS):
+        yield from itertools.islice(task_rows(path, first=name), 1)
+
+
+def _later_rows(path: Path, last: RowName) -> Iterator[RowName]:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        metadata = pq.read_metadata(path)
+        sizes = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+        yield from (RowName.at(path, n + 1) for n in itertools.accumulate(sizes[:-1]) if n > last.place)
+        return
+    name, distance = last, (path.stat().st_size - last.place) // SPREAD_ROWS
+    with path.open("rb") as file:
+        file.seek(last.place)
+        while line := file.readline():
+            name = RowName.at(path, name.number + 1, name.place + len(line))
+            if name.place - last.place > distance:
+                yield (last := name)
 
 
 @contextmanager
@@ -335,11 +365,11 @@ def _unfolds(path: Path, size: int, found: int) -> TaskFileError:
 
 
 def _jsonl_rows(
-    path: Path, file: BinaryIO, columns: Collection[str] | None
+    path: Path, file: BinaryIO, columns: Collection[str] | None, first: RowName
 ) -> Iterator[tuple[RowName, dict[str, Any]]]:
-    lines, end = iter(lambda: file.readline(LONGEST_LINE + 1), b""), file.tell()
-    for number, line in enumerate(lines, start=1):
-        where = RowName.at(end, f"task file {path}, line {number}")
+    lines, end = iter(lambda: file.readline(LONGEST_LINE + 1), b""), file.seek(first.place)
+    for number, line in enumerate(lines, start=first.number):
+        where = RowName.at(path, number, end)
         end += len(line)
         if len(line) > LONGEST_LINE:
             raise TaskFileError(f"{where} is longer than {LONGEST_LINE} bytes.")

@@ -24,11 +24,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from areal_async.base.mistakes import Mistake
-from areal_async.base.records import ImageFile
+from areal_async.base.records import Task
+from areal_async.config.files import image_mistake
 from areal_async.config.job import JobConfig
 from areal_async.data.chats import ChatError, answer_ids, whole_ids
 from areal_async.data.examples import Example, read_examples, tools_of
-from areal_async.data.tasks import IMAGES, TaskFileError, drawn, task_file, task_row, task_rows
+from areal_async.data.tasks import (
+    IMAGES,
+    TaskFileError,
+    TaskTable,
+    drawn,
+    spread_rows,
+    task_file,
+    task_row,
+)
 from areal_async.models.answers import (
     GENERATION_CONFIG,
     TEMPLATE,
@@ -52,7 +61,7 @@ if TYPE_CHECKING:
     from areal_async.models.vision import ImageProcessor
 
 MOST_ROWS = 200_000  # Most rows that are checked in one task file
-MOST_IMAGE_ROWS = 2_000  # Most rows of a file with images, because each image is read
+MOST_IMAGE_ROWS = 2_000  # First rows of a file with images that are checked, because each image is read
 SAMPLE = 256  # Number of randomly drawn prompts whose tokens are checked
 TEMPLATE_TOKENS = 256  # Tokens that a chat template may add to a prompt
 UNKNOWN_SHARE = 0.1  # Share of unknown characters in sampled prompts that shows a wrong tokenizer
@@ -83,19 +92,18 @@ def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
 
 def _overlap(train: Path, evaluation: Path) -> Iterator[Mistake]:
     """Warn of held-out prompts that are in the training file too."""
-    learned, held = (
-        {_prompt_key(each.prompt, each.images) for each in _prompts(path)} for path in (train, evaluation)
-    )
+    learned, held = ({_prompt_key(each.task) for each in _prompts(path)} for path in (train, evaluation))
     if both := learned & held:
         problem = f"{len(both)} of {len(held)} held-out prompts are in {train.name} too"
         fix = "Split again, all rows of a prompt on one side (docs/your-task.md#convert-a-data-set)"
         yield Mistake("tasks.evaluation", problem, fix, warns=True)
 
 
-def _prompt_key(prompt: Any, images: Sequence[ImageFile] = ()) -> bytes:
+def _prompt_key(task: Task) -> bytes:
     """Return a key that is equal for equal prompts with equal images."""
+    prompt = task.prompt
     text = prompt.strip() if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=repr)
-    text += "".join(image.facts.digest for image in images)
+    text += "".join(image.facts.digest for image in task.images)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
@@ -146,12 +154,12 @@ def _prompt_mistakes(
     try:
         if job.kind == "rl":
             prompts = [*_prompts(path)]
-            if image_rows := [each for each in prompts if each.images]:
+            if image_rows := [each for each in prompts if each.task.images]:
                 tokens_of = _image_processor(job, image_rows[0].where).tokens_of
                 sizes = {each.where: [tokens_of(*size) for size in each.sizes] for each in image_rows}
             some = drawn(prompts, SAMPLE)
             spelled = tokens = [_prompt_tokens(tokenizer, each) for each in some]
-            texts = [prompt_text(tokenizer, each.prompt, each.tools) for each in some]
+            texts = [prompt_text(tokenizer, each.task.prompt, each.tools) for each in some]
         else:
             examples = itertools.islice(read_examples(path, job.kind)[1], MOST_ROWS)
             chosen = drawn(list(examples), SAMPLE)
@@ -166,9 +174,7 @@ def _prompt_mistakes(
         return
     largest = max(itertools.chain.from_iterable(tokens), default=0)
     if vocab_size is not None and largest >= vocab_size:
-        problem = (
-            f"its tokenizer gives the token {largest} for prompts of {path}, and the model has {vocab_size}"
-        )
+        problem = f"its tokenizer gives token {largest} in prompts of {path}, and the model has {vocab_size}"
         yield Mistake("model", problem, "Give the model with the tokenizer that it was trained with")
         return
     # Some tokenizers map unknown characters to a token, others omit them.
@@ -184,12 +190,10 @@ def _prompt_mistakes(
         counts = [*itertools.chain.from_iterable(sizes.values())]
         width, height = max((size for each in prompts for size in each.sizes), key=prod)
         told = f"images of {len(sizes)} rows of {path}, the largest {width} x {height} pixels, take "
-        told += (
-            f"{min(counts)} tokens each"
-            if min(counts) == max(counts)
-            else (f"{min(counts)} to {max(counts)} tokens each, {sum(counts) / len(counts):.0f} on average")
-        )
-        yield Mistake(field, told, "", warns=True)
+        low, high, mean = min(counts), max(counts), sum(counts) / len(counts)
+        told += f"{low} tokens each" if low == high else f"{low} to {high} each, {mean:.0f} tokens on average"
+        wrong = image_mistake(job, field, [(each.where, each.task) for each in prompts])
+        yield wrong or Mistake(field, told, "", warns=True)
 
 
 def _image_processor(job: JobConfig, where: str) -> ImageProcessor:
@@ -210,17 +214,16 @@ def _image_processor(job: JobConfig, where: str) -> ImageProcessor:
 
 
 class TaskPrompt(NamedTuple):
-    """Place of a task in its file, its prompt, the tool schemas for its template, and its images."""
+    """Name of a task's row, the task, and the tool schemas for its template."""
 
     where: str
-    prompt: Any
+    task: Task
     tools: Sequence[Any]
-    images: Sequence[ImageFile]
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
         """Width and height of each image."""
-        return [(image.facts.width, image.facts.height) for image in self.images]
+        return [(image.facts.width, image.facts.height) for image in self.task.images]
 
 
 def has_images(path: Path) -> bool:
@@ -238,14 +241,13 @@ def has_images(path: Path) -> bool:
 def _prompts(path: Path) -> Iterator[TaskPrompt]:
     """Yield the prompts of a task file, up to a limit. Raises `TaskFileError`."""
     most = MOST_IMAGE_ROWS if has_images(path) else MOST_ROWS
-    for where, row in itertools.islice(task_rows(path), most):
-        made = task_row(where, row)
-        yield TaskPrompt(where, made["prompt"], tools_of(row, where), made.get("images", ()))
+    for where, row in spread_rows(path, most):
+        yield TaskPrompt(where, TaskTable(path, "", [task_row(where, row)], {}).task(0), tools_of(row, where))
 
 
 def _prompt_tokens(tokenizer: Any, given: TaskPrompt) -> list[int]:
     try:
-        return prompt_ids(tokenizer, given.prompt, given.tools)
+        return prompt_ids(tokenizer, given.task.prompt, given.tools)
     except Exception as error:  # a template can raise anything
         raise ChatError(
             f"{given.where}: the chat template fails on its prompt ({type(error).__name__}: {error!s:.200}). "
@@ -277,17 +279,18 @@ def _too_long(
     """Yield a mistake if prompts leave no room for an answer. Such a prompt would fail in every worker.
     `sizes` has the tokens of each image by the name of its row."""
     length, limit = job.rollout.max_model_len, "rollout.max_model_len"
+    least = length - TEMPLATE_TOKENS
     # A token has at least one byte, so only long texts are tokenized.
     may_be = (
         each
         for each in prompts
-        if each.tools or each.images or len(message_texts(each.prompt).encode()) + TEMPLATE_TOKENS >= length
+        if each.tools or each.task.images or len(message_texts(each.task.prompt).encode()) >= least
     )
     counts = []
     for each in may_be:
         images = sizes.get(each.where, [])
         # The template has one token for each image.
-        text = len(prompt_ids(tokenizer, each.prompt, each.tools)) - len(images)
+        text = len(prompt_ids(tokenizer, each.task.prompt, each.tools)) - len(images)
         counts.append((text + sum(images), sum(images), each.where.rpartition(", ")[2]))
     if too_long := [count for count in counts if count[0] >= length]:
         longest, of_images, place = max(too_long)

@@ -414,7 +414,7 @@ class Worker:
             metrics.TIMED_OUT.inc()
         self.failures.failed(number, error)
         asyncio.get_running_loop().call_later(self.failures.pause_s, self._wake_leasing.set)
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}{_row_of(lease.group.task)}"
         self.uploader.queue.fail(lease.group.lease_id, reason, at_fault=is_its_own(error))
         log.warning("episode failed", group_id=lease.group.group_id, sample=sample, error=reason)
         self._failed_again.set()
@@ -522,3 +522,9 @@ class Worker:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.uploader.close(self._reason_to_end)
         self.leases.clear()
+
+
+def _row_of(task: Task) -> str:
+    """Return the row of a task with images, for errors: its image may be what cannot be used."""
+    row = task.task_id.split(":")[1:2] if task.images else []
+    return f" (row {int(row[0]) + 1} of its task file)" if row else ""

@@ -33,7 +33,7 @@ def processor_of(base):
 
 
 def images_of(base, episode, media):
-    """What a model reads beside the tokens of an episode with images, of the recorded bytes `media`."""
+    """Return the inputs of a model for the images of an episode. `media` has their recorded bytes."""
     processor = processor_of(base)
     placed = sorted(episode.header.media, key=lambda one: one.first_unit)
     found = processor.features([decode_image(media[one.digest]) for one in placed])
@@ -60,11 +60,11 @@ class Spans:
     worst: float = 0.0
     """Largest gap between a recorded log-prob and that of the weights that its version names."""
     wrong: float = 0.0
-    """The same for the weights of another version of its episode."""
+    """Largest gap between a recorded log-prob and that of the weights of another version of its episode."""
     several: int = 0
-    """How many episodes have units of more than one version."""
+    """Number of episodes that have units of more than one version."""
     within: int = 0
-    """How many answers have units of more than one version."""
+    """Number of answers that have units of more than one version."""
     versions: set[int] = field(default_factory=set)
 
 

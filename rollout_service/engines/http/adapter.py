@@ -363,6 +363,11 @@ class ServerAdapter(ABC):
         """Largest number of requests that the server computes at once."""
         return self.settings.slots
 
+    @property
+    def image_fix(self) -> str:
+        """Advice if the server expands images to another number of tokens than the prompt has."""
+        return "expand it with this model's processor, and with the same rollout.images"
+
     # --- starting ------------------------------------------------------------------------------------
 
     def first_folder(self, weights: Path) -> Path:

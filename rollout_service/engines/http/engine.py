@@ -283,7 +283,7 @@ class HttpEngine:
             if request.media and (count := adapter.prompt_tokens(said)) != ids.size:
                 raise RequestError(
                     f"{adapter.title} expanded a prompt with images to {count} tokens, but it has "
-                    f"{ids.size}: expand it with this model's processor, and with the same rollout.images"
+                    f"{ids.size}: {adapter.image_fix}"
                 )
             try:
                 result = adapter.parse(said, request.sampling)

@@ -72,9 +72,9 @@ class LocalModel:
         mixture: Mixture | None = None,
         pixels: tuple[int | None, int | None] = (None, None),
     ) -> None:
-        """If the model's `mixture` is given, each pass stores the chosen experts in `experts`. `pixels` are
-        the least and the largest size to which images are scaled (`ImageProcessor`). Raises `EngineError` if
-        the directory has no causal language model."""
+        """Load the model in `directory`. If its `mixture` is given, each pass stores the chosen experts in
+        `experts`. `pixels` are the least and the largest size to which images are scaled (`ImageProcessor`).
+        Raises `EngineError` if the directory has no causal language model."""
         begin_on(device, dtype=dtype, attention=ATTENTION, compile="off")
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, dtype)

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.base.addresses import LOOPBACK
+from areal_async.base.log import get_logger
 from areal_async.base.versions import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult, Tell
@@ -51,6 +52,8 @@ from rollout_service.engines.sglang.messages import (
 )
 from rollout_service.engines.sglang.weights import TensorReceiver, load_directory
 
+log = get_logger("engine")
+
 MAX_CPU_TOKENS = 65536
 """Largest number of tokens of KV on a CPU, unless a single request of full length needs more. If all slots
 together need fewer, the server gets only those. SGLang's own default takes most of the machine's memory."""
@@ -72,6 +75,13 @@ RESERVED = {
 """Flags that a job file may not set, with the reason or an alternative."""
 INSIDE = Path(__file__).with_name("inside")
 """Folder of a plugin that a server on a CPU needs for routes."""
+IMAGE_VARIABLES = {
+    # An update drops the KV cache of requests in flight, but not the features of their images.
+    "SGLANG_VLM_CACHE_SIZE_MB": "0",
+    # Tokens around images stay as they were sampled.
+    "SGLANG_MM_AVOID_RETOKENIZE": "1",
+}
+"""Environment variables of a server whose model reads images. No server reports them."""
 # With the second, log-probs would be of the logits before the temperature, not of the sampled distribution.
 DROPPED_VARIABLES = frozenset(("PROMETHEUS_MULTIPROC_DIR", "SGLANG_RETURN_ORIGINAL_LOGPROB"))
 
@@ -142,10 +152,7 @@ def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
         "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
     }
     if launch.facts.image_token is not None:
-        # An update drops the KV cache of requests in flight, but not the features of their images.
-        found["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
-        # Tokens around images stay as they were sampled.
-        found["SGLANG_MM_AVOID_RETOKENIZE"] = "1"
+        found |= IMAGE_VARIABLES
     if launch.settings.device == "cpu":
         found["SGLANG_USE_CPU_ENGINE"] = "1"
         if launch.settings.mixture is not None:
@@ -202,6 +209,14 @@ class SGLangAdapter(ServerAdapter):
         self._flush = settings.update_mode == "recompute"
 
     @property
+    def image_fix(self) -> str:
+        if self.settings.url is None:
+            return super().image_fix
+        given = " ".join(f"{name}={value}" for name, value in IMAGE_VARIABLES.items())
+        flag = f"--mm-process-config '{as_flag({'image': pixels_of(self.settings.pixels)})}'"
+        return f"start it in an environment with {given}, and with {flag} (from rollout.images)"
+
+    @property
     def capacity(self) -> int:
         return (self._info.max_running_requests if self._info else None) or self.settings.slots
 
@@ -214,6 +229,8 @@ class SGLangAdapter(ServerAdapter):
     async def open(self, client: ServerClient, weights: Directory) -> str:
         settings = self.settings
         if settings.url is not None:
+            if self.facts.image_token is not None:
+                log.warning("settings of the attached server for images are unknown", fix=self.image_fix)
             # If an earlier client left the server paused, the probe's requests would wait forever.
             await self.resume(client)
         self._info = await probe(
@@ -224,6 +241,11 @@ class SGLangAdapter(ServerAdapter):
             dtype=settings.dtype,
             routes=settings.mixture is not None and settings.must_route,
         )
+        scales = self._info.mm_process_config
+        if settings.url is not None and self.facts.image_token is not None and scales is not None:
+            bounds = scales.get("image") or {}
+            if pixels_of((bounds.get("min_pixels"), bounds.get("max_pixels"))) != pixels_of(settings.pixels):
+                raise EngineError(f"{client.name} was started without rollout.images: {self.image_fix}")
         if self._receiver is not None:
             await self._receiver.opened(client, settings.python)
         # Later garbage collections then skip the objects from the start.

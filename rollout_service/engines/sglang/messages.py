@@ -214,6 +214,7 @@ class SglangInfo(msgspec.Struct):
     dtype: str = ""
     incremental_streaming_output: bool = False
     enable_return_routed_experts: bool = False
+    mm_process_config: dict[str, Any] | None = None
 
 
 async def probe(

@@ -5,12 +5,16 @@ import json
 import re
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
+from areal_async.config import files
 from areal_async.config.load import load_job
+from areal_async.launch import prompt_trial
 from areal_async.launch.prompt_trial import tokenizer_mistakes
 from tests.unit.data.test_images import FRAMES, png
 from tests.vision import picture, write_vision_model
@@ -125,6 +129,43 @@ def test_a_model_or_back_end_or_teacher_of_texts_refuses_tasks_with_images(folde
     code, output = said(folder, "trainer.teacher={urls: ['http://127.0.0.1:9'], name: t}")
     assert code == 2
     assert "trainer.teacher.urls: servers are asked by the ids of tokens, and row 1 of" in output
+
+
+def test_a_critic_of_its_own_refuses_tasks_with_images(folder):
+    write(folder)
+    code, output = said(folder, "trainer.objective.advantage=gae")
+    assert code == 2
+    assert "trainer.critic.kind: a critic that is a model of its own reads no images, and row 1 of" in output
+    assert "Set it to head, or train without a critic" in output
+    assert said(folder, "trainer.objective.advantage=gae", "trainer.critic.kind=head")[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [
+        (["cut.png"], "{place}: column `images`: image 1: its end is missing"),
+        (["ok.png"], "trainer.critic.kind: a critic .* no images, and task file .*, {place} has images"),
+    ],
+)
+def test_rows_over_a_whole_large_file_are_checked(folder, monkeypatch, kind, images, words):
+    """The bad row comes after those that are all read, and among more than are read of the rest."""
+    monkeypatch.setattr(prompt_trial, "MOST_IMAGE_ROWS", 5)
+    monkeypatch.setattr(files, "READ_WHOLE_BYTES", 0)
+    truth = {"style": "rule", "ground_truth": "2"}
+    rows = [{"prompt": "1+1=", "reward_model": truth, "images": []} for _ in range(300)]
+    for number in range(200, 210):
+        rows[number]["images"] = images
+    path = folder / f"train.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        schema = pa.Table.from_pylist([rows[200]]).schema
+        pq.write_table(pa.Table.from_pylist(rows, schema), path, row_group_size=4)
+    job = load_job(folder / "job.yaml", [f"tasks.train={path}", "trainer.objective.advantage=gae"])
+    (found,) = (each for each in tokenizer_mistakes(job) if not each.warns)
+    place = "(line|row) 2(0[1-9]|10)"
+    assert re.search(words.format(place=place), str(found)), found
 
 
 def test_the_bounds_of_pixels_decide_which_prompts_are_too_long(folder):

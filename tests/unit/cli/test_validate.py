@@ -8,6 +8,7 @@ import socket
 import pytest
 from typer.testing import CliRunner
 
+from areal_async.base.records import Task
 from areal_async.cli.main import app
 from areal_async.cli.quickstart.model import make_tokenizer
 from areal_async.config.load import load_job
@@ -156,7 +157,8 @@ def test_held_out_prompts_of_the_training_file_are_warned_of(folder):
 
 def test_a_prompt_with_a_date_from_parquet_has_a_key():
     first, other = ([{"role": "user", "at": datetime.date(2026, 1, day)}] for day in (1, 2))
-    assert _prompt_key(first) == _prompt_key([{**first[0]}]) != _prompt_key(other)
+    keys = [_prompt_key(Task("", prompt)) for prompt in (first, [{**first[0]}], other)]
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_prompts_of_messages_need_a_chat_template(folder):

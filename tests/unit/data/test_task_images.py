@@ -194,7 +194,14 @@ def test_images_that_change_during_a_job_are_refused_and_change_the_hash(write, 
     assert table.images(1)[0].data == encoded(1)
     assert read_tasks(path).dataset_hash != table.dataset_hash
     path.write_text("")
-    with pytest.raises(TaskFileError, match="shorter than when the job began"):
+    with pytest.raises(TaskFileError, match=r"line 2: the file is shorter than when the job began"):
+        table.images(1)
+
+
+def test_an_image_that_is_gone_is_named_by_its_row(write, folder):
+    table = read_tasks(write("tasks.jsonl", [row(images=["a/0.png"]), row(images=["a/1.png"])]))
+    (folder / "a" / "1.png").unlink()
+    with pytest.raises(TaskFileError, match=r"tasks.jsonl, line 2: column `images`: image 1: the file"):
         table.images(1)
 
 

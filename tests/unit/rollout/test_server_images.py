@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,6 +147,52 @@ async def test_images_are_encoded_beside_the_event_loop_and_refused_if_they_do_n
             assert (await engine.generate(ASKED)).token_ids.tolist() == [1]
         finally:
             await engine.stop()
+
+
+@asynccontextmanager
+async def attached(folder: Path, offered: Path, **info: Any) -> AsyncIterator[HttpEngine]:
+    """Yield an engine of a job with bounds of pixels that is attached to a server with this information."""
+    server = FakeServer(**info)
+    server.prompt_tokens = 9
+    server.held.set()
+    async with server.serving() as client:
+        settings = ServerSettings(
+            slots=4, max_model_len=64, url=client.url, patience=PATIENCE, pixels=(None, 1024)
+        )
+        engine = HttpEngine(SGLangAdapter(folder, settings))
+        try:
+            await engine.start(Offer(offered, 0))
+            yield engine
+        finally:
+            await engine.stop()
+
+
+FIX = (
+    "start it in an environment with SGLANG_VLM_CACHE_SIZE_MB=0 SGLANG_MM_AVOID_RETOKENIZE=1, and with "
+    '--mm-process-config \'{"image":{"max_pixels":1024}}\''
+)
+
+
+async def test_an_attached_server_that_reads_images_otherwise_is_told_what_to_set(
+    folder, tmp_path, caplog
+) -> None:
+    async with attached(folder, tmp_path) as engine:
+        (warning,) = [each for each in caplog.records if "the attached server" in each.getMessage()]
+        assert warning.__dict__["areal_fields"]["fix"].startswith(FIX)
+        with pytest.raises(RequestError, match=re.escape(f"to 9 tokens, but it has 10: {FIX}")):
+            await engine.generate(ASKED)
+
+
+@pytest.mark.parametrize("given", [{}, {"image": None}, {"image": {"max_pixels": 512}}])
+async def test_an_attached_server_with_other_bounds_of_pixels_is_refused(given, folder, tmp_path) -> None:
+    with pytest.raises(EngineError, match=re.escape(FIX)):
+        async with attached(folder, tmp_path, mm_process_config=given):
+            pass
+
+
+async def test_an_attached_server_with_the_bounds_of_pixels_is_taken(folder, tmp_path) -> None:
+    async with attached(folder, tmp_path, mm_process_config={"image": {"max_pixels": 1024}}) as engine:
+        assert engine.alive()
 
 
 async def test_a_model_of_text_refuses_images(tmp_path) -> None:

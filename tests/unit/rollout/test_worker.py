@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from areal_async.base.errors import FaultError, InfrastructureFault, RpcTimeout
 from areal_async.base.records import ImageFile, Task
 from areal_async.base.versions import VersionTag
-from areal_async.data.images import digest_of, inspect_image
+from areal_async.data.images import ImageError, digest_of, inspect_image
 from areal_async.rpc.messages import Refusal, StoredGroup
 from areal_async.trajectory import unpack
 from rollout_service.engines.base import (
@@ -128,6 +128,21 @@ async def test_an_image_that_the_buffer_has_lost_hands_the_lease_back_with_its_n
     (reason,) = buffer.released.values()
     assert f"has lost the image {leased.task.images[0].facts.digest}" in reason
     assert buffer.puts == []
+
+
+async def test_the_reason_of_a_failure_names_the_row_of_a_task_with_images() -> None:
+    async def workflow(ctx: Any, task: Task) -> None:
+        raise ImageError("its pixels cannot be decoded")
+
+    leased, data = picture_group(0)
+    held = FakeBuffer(
+        [msgspec.structs.replace(leased, task=msgspec.structs.replace(leased.task, task_id="abcd:6:0"))]
+    )
+    held.media[leased.task.images[0].facts.digest] = data
+    async with working(held, workflow=workflow) as (_worker, buffer, _engine):
+        await buffer.until(lambda: buffer.released)
+    (reason,) = buffer.released.values()
+    assert reason == "ImageError: its pixels cannot be decoded (row 7 of its task file)"
 
 
 async def test_a_slow_buffer_slows_generation_and_nothing_is_lost() -> None:

@@ -27,7 +27,7 @@ from trainer_service.data.microbatch import MicroBatch, build_micro_batch, plan_
 from trainer_service.ranks import Ranks, join_ranks
 
 OF_GRADIENT = OptimizerSection(lr=1e8, eps=1e8, clip_grad_norm=1e8)
-"""With so large an eps AdamW takes the gradient itself off the weights."""
+"""Settings with which AdamW subtracts the gradient itself from the weights, because `eps` is so large."""
 CASES: dict[str, dict[str, Any]] = {
     "frozen": {},
     "trained": {"vision": "trained", "recompute": "full"},

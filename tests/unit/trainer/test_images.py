@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig
 
-from areal_async.config.job import LoraSection
+from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.config.objective import TeacherSection
 from areal_async.data.images import decode_image
 from areal_async.models.files import stored_tensors
@@ -33,7 +33,9 @@ from tests.unit.trainer.image_rows import (
 )
 from tests.unit.trainer.images_process import weights
 from tests.vision import write_vision_model
+from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp import attention, fsdp
+from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.fsdp.images import ModelImages
 from trainer_service.backends.fsdp.memory import MemoryOptions, rank_memory, shape_of
 from trainer_service.backends.megatron.config import Dimensions
@@ -64,14 +66,14 @@ def backend_of(folder, **options):
 
 
 def batches_of(folder, budget=1 << 20, side_by_side=False):
-    """Micro-batches of rows with images, which share prefixes, and the rows in their order."""
+    """Return micro-batches of rows with images, which share prefixes, and the rows in their order."""
     rows, groups = rows_of(folder)
     passes = plan_passes(rows, join_ranks(0, 1), budget, groups=groups, side_by_side=side_by_side)
     return [build_micro_batch(chosen) for chosen in passes], [row for chosen in passes for row in chosen]
 
 
 def trained(backend, batches):
-    """The log-probs of all units, and the gradient of their weighted sum by name."""
+    """Return the log-probs of all units, and the gradient of their weighted sum by name."""
     logp = torch.cat(backend.evaluate("policy", batches, lambda _, columns: columns["logp"]))
     factors = weights_of(len(logp)).split([batch.n_units for batch in batches])
     before = weights(backend)
@@ -82,7 +84,8 @@ def trained(backend, batches):
 
 
 def own(folder, rows):
-    """The same by the model's own forward pass over one row at a time, under the names in its files."""
+    """Return log-probs and gradients as `trained` does, from the model's own forward pass over one row at a
+    time. Names are those of its files."""
     model = own_model(folder)
     logp = torch.cat([own_logprobs(model, folder, row) for row in rows])
     (logp * weights_of(len(logp))).sum().backward()
@@ -94,7 +97,7 @@ def own(folder, rows):
 
 
 def require_equal(found, wanted, share=1e-5):
-    """Gradients are equal to this share of the largest number of each tensor."""
+    """Require that gradients differ by at most this share of the largest number of each tensor."""
     assert found.keys() == wanted.keys()
     for name, expected in wanted.items():
         bound = share * max(1.0, float(expected.abs().max()))
@@ -121,7 +124,7 @@ def test_packed_rows_equal_the_models_own_forward_pass(folders, kind, vision):
 
 
 def test_two_ranks_train_what_one_rank_trains(folder, tmp_path):
-    """Also if one of them has no images, no rank has images, or one has no rows, and if they share rows."""
+    """The cases include a rank without images, no rank with images, a rank without rows, and shared rows."""
     run_script(images_process.__file__, folder, tmp_path)
     for name, options in images_process.CASES.items():
         alone = backend_of(folder, vision=options.get("vision", "frozen"))
@@ -129,6 +132,18 @@ def test_two_ranks_train_what_one_rank_trains(folder, tmp_path):
         found = load_file(tmp_path / f"{name}.safetensors")
         require_equal(found, wanted)
         assert any(found[each].any() for each in found if not is_of_language(each)) == (name != "frozen")
+
+
+def test_a_critic_on_the_policy_sees_images(folder):
+    """A value head on the last layer is trained, so that its values differ between two images."""
+    models = {"policy": ModelUse(folder, OptimizerSection(lr=0.1), 10, "both")}
+    backend = FsdpBackend(models, join_ranks(0, 1), dtype=torch.float32)
+    batch = build_micro_batch([row_with(folder, "1+@=", [number]) for number in (0, 1)])
+    backend.train("policy", [batch], lambda _, c: (c["value"] - 1).square().sum(), columns=("value",))
+    backend.optimizer_step()
+    (values,) = backend.evaluate("policy", [batch], lambda _, c: c["value"], columns=("value",))
+    first, second = values.chunk(2)
+    assert not torch.allclose(first, second)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -266,7 +281,7 @@ def test_an_image_that_no_token_stands_for_adds_nothing(folder):
 
 
 def test_placeholder_tokens_without_an_image_are_plain_tokens(folder):
-    """Also as the last token, which is repeated if a pack is padded."""
+    """One of them is the last token, which is repeated if a pack is padded."""
     mark = processor_of(folder).placeholder_id
     stray = plain_row([5, mark, 6, 7, 8], [3, 4])
     model, backend = own_model(folder), backend_of(folder)

@@ -156,7 +156,7 @@ def test_units_below_the_lowest_version_count_as_masked_not_as_stale():
 
 
 def test_rows_with_images_are_dealt_by_the_work_of_the_vision_tower():
-    """By tokens alone, the two short rows with images would be on one rank, beside the long row of text."""
+    """The two short rows with images would be on one rank if only tokens counted."""
     batch = _batch([[(0.0, 1, 5, 5)], [(0.0, 1, 5, 5)], [(0.0, 1, 5, 5)]])
     sizes = [(10, 1, 8), (20, 1, 0), (10, 1, 8)]
     groups = [
