@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from areal_async.base.errors import first_line
 from areal_async.config.job import OptimizerSection
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.attention import PackedRuns, packed_attention
@@ -163,8 +164,8 @@ def other_rows(vocabulary: int) -> list[TrainingRow]:
     return rows
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)[:160]}"
 
 
 @torch.no_grad()
@@ -182,7 +183,7 @@ def unchecked_gap(config: Any, model: Any) -> float | str:
         logp = logits.float().log_softmax(-1)[batch.predict].gather(1, batch.target[:, None])[:, 0]
         own = own_columns(narrow, rows, ("logp",), "cpu")["logp"]
     except Exception as error:  # of code that is not ours, which is what is reported
-        return _first_line(error)
+        return _told(error)
     return float((logp - own).abs().mean())
 
 
@@ -209,7 +210,7 @@ def families(names: Sequence[str] = ()) -> Iterator[Family | tuple[str, str]]:
                 model = tiny_model(config)
                 model.save_pretrained(folder)
             except Exception as error:  # of code that is not ours
-                yield name, _first_line(error)
+                yield name, _told(error)
                 continue
             unchecked, after, said = unchecked_gap(config, model), None, ""
             try:

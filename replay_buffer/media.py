@@ -82,31 +82,32 @@ class GroupMedia:
         if group is None or group.state != GroupState.LEASED or group.leases[-1] != put.lease_id:
             return put, given._replace(media={})  # the ledger refuses new samples, and knows the others
         told = {sample: why for sample, some in of_samples.items() if (why := _too_much(some))}
-        wanted = {
-            media.digest: media for sample, some in of_samples.items() if sample not in told for media in some
-        }
-        sent = {digest: given.media[digest] for digest in wanted.keys() & given.media.keys()}
+        good = [some for sample, some in of_samples.items() if sample not in told]
+        wanted = {media.digest for some in good for media in some}
+        sent = {digest: given.media[digest] for digest in wanted & given.media.keys()}
         actual = await asyncio.to_thread(lambda: {digest: digest_of(data) for digest, data in sent.items()})
-        if any(self.size(put.group_id, digest) is None for digest in wanted.keys() - sent):
+        if any(self.size(put.group_id, digest) is None for digest in wanted - sent.keys()):
             await self.keep_task_images(put.group_id)
-        problems = {}
-        for digest, media in wanted.items():
+        problems, sizes = dict[str, str](), dict[str, int]()
+        for digest in wanted:
             size = len(sent[digest]) if digest in sent else self.size(put.group_id, digest)
             if actual.get(digest, digest) != digest:
                 problems[digest] = f"the bytes that came as {digest:.80} are {actual[digest]}"
             elif size is None:
                 problems[digest] = f"no bytes of its medium {digest:.80} have come"
-            elif size != media.size_bytes:
-                problems[digest] = f"{digest} has {size} bytes, and the episode says {media.size_bytes}"
+            else:
+                sizes[digest] = size
         for sample, some in of_samples.items():
-            wrong = [problems[media.digest] for media in some if media.digest in problems]
-            told |= {sample: wrong[0]} if wrong else {}
+            for media in some if sample not in told else ():
+                why = problems.get(media.digest, "")
+                if not why and (size := sizes[media.digest]) != media.size_bytes:
+                    why = f"{media.digest} has {size} bytes, and the episode says {media.size_bytes}"
+                if why:
+                    told[sample] = why
+                    break
         arrivals = [replace(each, problem=each.problem or told.get(each.sample, "")) for each in put.arrivals]
-        new = {
-            digest: data
-            for digest, data in sent.items()
-            if digest not in problems and self.size(put.group_id, digest) is None
-        }
+        kept = {media.digest for sample, some in of_samples.items() if sample not in told for media in some}
+        new = {digest: sent[digest] for digest in kept & sent.keys() if not self.size(put.group_id, digest)}
         return replace(put, arrivals=tuple(arrivals)), given._replace(media=new)
 
     async def fetch(self, peer: Peer, message: FetchMedia, attachments: list[memoryview]) -> Answer:
@@ -164,7 +165,10 @@ class GroupMedia:
 
 def _too_much(some: Sequence[Media]) -> str:
     """Return why an episode may not have these media, or an empty string."""
-    sizes = {media.digest: media.size_bytes for media in some}
+    sizes: dict[str, int] = {}
+    for media in some:
+        if (size := sizes.setdefault(media.digest, media.size_bytes)) != media.size_bytes:
+            return f"it says that {media.digest:.80} has {size} bytes, and {media.size_bytes} bytes"
     if len(sizes) > MOST_EPISODE_MEDIA:
         return f"it has {len(sizes)} media, and at most {MOST_EPISODE_MEDIA} are stored"
     if sum(sizes.values()) > MOST_EPISODE_BYTES:

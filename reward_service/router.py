@@ -30,7 +30,7 @@ from reward_service.backends import Call, OnVerdicts, ScoringBackend, inputs_of
 from reward_service.pool.inline import InlinePool
 from reward_service.pool.pool import WorkerPool
 from reward_service.pool.workers import WorkerLimits
-from reward_service.sdk import RewardInput, RewardLoadError
+from reward_service.sdk import RewardInput, RewardLoadError, sees_images
 
 log = get_logger("reward")
 
@@ -124,6 +124,12 @@ class Router:
         """Return the recent mean duration of a call of a reward, in seconds."""
         watched = self._backends.get(spec.key)
         return self._the_pool.call_seconds_of(spec) if watched is None else watched.backend.call_seconds
+
+    def sees_images(self, spec: RewardSpec) -> bool:
+        """Return whether a reward gets the bytes of images. The servers of a remote reward say so."""
+        watched = self._backends.get(spec.key)
+        asked = watched is None or getattr(watched.backend, "wants_images", True)
+        return asked and sees_images(spec)
 
     @property
     def alive(self) -> int:

@@ -33,6 +33,7 @@ from reward_service.signatures import adapted
 
 if TYPE_CHECKING:
     from areal_async.config.base import Section
+    from areal_async.config.reward_routing import RewardSpec
 
 __all__ = ["BUILT_IN", "Abstain", "Parts", "RewardInput", "RewardLoadError", "Score", "load_reward", "reward"]
 
@@ -74,8 +75,8 @@ The attribute is a function marked `@reward`, or a `BackendReward` (`reward_serv
 outside the pool.
 """
 
-WITHOUT_MEDIA = BUILT_IN.keys() - {"weighted", "remote", "judge"}
-"""Rewards that judge only texts. They get no bytes of images."""
+TEXTS_ONLY = BUILT_IN.keys() - {"remote", "judge"}
+"""Rewards that see no images themselves. A part of `weighted` may see them."""
 
 MARK = "__areal_reward__"
 
@@ -90,6 +91,17 @@ class RewardLoadError(ArealError):
     def __init__(self, message: str, *, may_pass: bool = False) -> None:
         super().__init__(message)
         self.may_pass = may_pass
+
+
+def sees_images(spec: RewardSpec) -> bool:
+    """Return whether a reward, or a reward that it contains, gets the bytes of images."""
+    from areal_async.config.rewardcheck import with_those_inside  # no scoring process needs it
+
+    inside = with_those_inside("", spec.name, spec.args)
+    return any(
+        inner not in TEXTS_ONLY and not (inner == "judge" and given.get("max_images") == 0)
+        for _, inner, given in inside
+    )
 
 
 def time_left_s() -> float:

@@ -34,7 +34,7 @@ from areal_async.trajectory import TrajectoryError, read_header
 from reward_service import metrics
 from reward_service.backends import Call, set_within
 from reward_service.router import Router
-from reward_service.sdk import WITHOUT_MEDIA, RewardInput
+from reward_service.sdk import RewardInput
 
 log = get_logger("reward")
 
@@ -59,14 +59,19 @@ ClaimedCall = list[tuple[ClaimedEpisode, RewardInput]]
 class RewardState:
     """Calls of one reward that the service is working on, and figures of earlier calls."""
 
-    def __init__(self, spec: RewardSpec) -> None:
+    def __init__(self, spec: RewardSpec, *, sees_images: bool) -> None:
         self.spec = spec
+        self.sees_images = sees_images
         self.pending = 0
         self.calls_done = 0
         self.per_call = 1  # episodes of one call: the largest group seen, under scope `group`
         self.waiting: OrderedDict[int, float] = OrderedDict()
         """Claim time of each call without verdicts, oldest first."""
         self.seconds = metrics.CALL_SECONDS.labels(spec.label)
+
+    def media_bytes(self, given: RewardInput) -> int:
+        """Return the bytes of an input's media, come or not. A reward of texts gets none."""
+        return sum(each.size_bytes for each in given.media) if self.sees_images else 0
 
     def age_s(self) -> float:
         """Return the age of the oldest call without verdicts, in seconds."""
@@ -80,7 +85,9 @@ class RewardServer:
         self._buffer = buffer
         self._router = router
         self._scorer = scorer
-        self._of = {spec.key: RewardState(spec) for spec in router.specs}
+        self._of = {
+            spec.key: RewardState(spec, sees_images=router.sees_images(spec)) for spec in router.specs
+        }
         self.pending = 0  # claimed episodes whose verdict the buffer does not have yet
         self._pending_bytes = 0
         self._calls_open = 0
@@ -188,7 +195,7 @@ class RewardServer:
                 for item, blob in episodes:
                     self._end(held, item, len(blob), Failure("episode", str(error)), 0.0)
             else:
-                self._pending_bytes += sum(map(media_bytes, inputs))
+                self._pending_bytes += sum(map(held.media_bytes, inputs))
                 items_of_call = (item for item, _ in episodes)
                 calls[held.spec.key].append(list(zip(items_of_call, inputs, strict=True)))
         for key, taken_calls in calls.items():
@@ -197,7 +204,7 @@ class RewardServer:
             submitting.add_done_callback(self._submitted)
 
     async def _submit(self, held: RewardState, calls: list[ClaimedCall]) -> None:
-        if held.spec.name not in WITHOUT_MEDIA and any(given.media for call in calls for _, given in call):
+        if held.sees_images and any(given.media for call in calls for _, given in call):
             calls = await self._with_media(held, calls)
         first = self._call_numbers
         self._call_numbers += len(calls)
@@ -212,7 +219,7 @@ class RewardServer:
             if self._calls_open == 0:
                 busy.end("score")
             for (item, given), verdict in zip(calls[index], verdicts, strict=True):
-                self._end(held, item, len(given.blob) + media_bytes(given), verdict, elapsed_ms)
+                self._end(held, item, len(given.blob) + held.media_bytes(given), verdict, elapsed_ms)
 
         if self._calls_open == 0:
             busy.begin("score")
@@ -227,12 +234,7 @@ class RewardServer:
         for item, given in itertools.chain(*calls):
             if given.media:
                 wanted[item.episode_id.rpartition(".")[0]] += [each.digest for each in given.media]
-        while True:
-            try:
-                fetch = await fetch_media(self._buffer, wanted)
-                break
-            except (RpcTimeout, FaultError) as error:
-                await wait_out(error, "media", RETRY_PAUSE_S)
+        fetch = await fetch_media(self._buffer, wanted, retry_pause_s=RETRY_PAUSE_S)
         found = {digest: bytes(data) for digest, data in fetch.found.items()}
         whole = []
         for call in calls:
@@ -242,7 +244,7 @@ class RewardServer:
                     each.data = found.get(each.digest, b"")
                 if lost:
                     failure = Failure("episode", f"the buffer no longer has {lost[0]}")
-                    self._end(held, item, len(given.blob) + media_bytes(given), failure, 0.0)
+                    self._end(held, item, len(given.blob) + held.media_bytes(given), failure, 0.0)
             whole += [] if lost else [call]
         return whole
 
@@ -298,11 +300,6 @@ class RewardServer:
             self._room.set()
             if self.pending == 0:
                 self._idle.set()
-
-
-def media_bytes(given: RewardInput) -> int:
-    """Return the bytes of an input's media, whether they have come or not."""
-    return sum(each.size_bytes for each in given.media)
 
 
 def _as_event(item: EpisodeVerdict) -> list[str | float | None]:

@@ -51,7 +51,7 @@ from areal_async.service.samples import file_name, lines_of, sample_of, short_te
 from areal_async.trajectory import EpisodeBuilder, unpack
 from areal_async.weights.receiver import Receiver, make_receiver
 from reward_service.client import LocalScorer
-from reward_service.sdk import WITHOUT_MEDIA, RewardInput
+from reward_service.sdk import RewardInput, sees_images
 from rollout_service import metrics
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import EngineError, Weights
@@ -333,7 +333,7 @@ class Evaluator:
         episode, blob = await run_episode(ctx, work, limit_s, debug=debug)
         header = episode.header
         media = {each.facts.digest: each.data for each in task.images} | ctx.new_media
-        seen = media and self.scorer.routing.of(task).name not in WITHOUT_MEDIA
+        seen = media and sees_images(self.scorer.routing.of(task))
         return _Answer(
             task=number,
             sample=sample,

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from transformers import (
     AutoModelForImageTextToText,
+    AutoTokenizer,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
     Qwen3VLConfig,
@@ -87,6 +88,15 @@ def write_vision_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0, he
         "image_std": [0.5] * 3,
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor | patches))
+    return folder
+
+
+def write_spelling_model(folder: Path) -> Path:
+    """Write a tiny model whose tokenizer has each character of the marks of images, and return it."""
+    write_vision_model(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(sorted({*"".join(MARKS)}))
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -41,6 +41,11 @@ FaultKind = Literal[
 ]
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text that is not blank, or else its kind."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 class ArealError(Exception):
     """Base of every error that this project raises on purpose."""
 

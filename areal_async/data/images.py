@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
 import warnings
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import blake3
 
-from areal_async.base.errors import ArealError
+from areal_async.base.errors import ArealError, first_line
 from areal_async.base.records import ImageFacts, ImageFile
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "MOST_BYTES", "MOST_PIXELS", "ImageError", "ImageFacts", "ImageFile"]
 __all__ += ["decode_image", "digest_of", "inspect_image"]
+
+T = TypeVar("T")
 
 FORMATS = {name: f"image/{name.lower()}" for name in ("PNG", "JPEG", "WEBP", "GIF", "BMP")}
 """Formats that are decoded, with their media types."""
@@ -86,7 +90,7 @@ def decode_image(data: bytes | memoryview) -> Image:
             image = pillow.alpha_composite(ground, colored)
         return image.convert("RGB")
     except Exception as error:  # decoders raise many kinds of errors for damaged files
-        raise ImageError(f"its pixels cannot be decoded: {_first_line(error)}") from error
+        raise ImageError(f"its pixels cannot be decoded: {first_line(error)[:120]}") from error
 
 
 def data_url(media_type: str, data: bytes) -> str:
@@ -125,6 +129,37 @@ def plain_image(data: bytes) -> tuple[str, bytes]:
     return FORMATS["PNG"], file.getvalue()
 
 
+class ImageCache(Generic[T]):
+    """Values that were computed from images, by key. The last used ones are kept, up to `most_bytes` in sum,
+    and the newest one whatever its size. Safe for several threads."""
+
+    def __init__(self, most_bytes: int, size_of: Callable[[T], int]) -> None:
+        self._most_bytes, self._size_of = most_bytes, size_of
+        self._kept: OrderedDict[Hashable, T] = OrderedDict()
+        self._size_bytes, self._lock = 0, threading.Lock()
+
+    def get(self, key: Hashable) -> T | None:
+        with self._lock, suppress(KeyError):
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        return None
+
+    def keep(self, key: Hashable, value: T) -> T:
+        """Keep a value, and return it."""
+        with self._lock:
+            replaced = self._kept.pop(key, None)
+            self._size_bytes += self._size_of(value) - (0 if replaced is None else self._size_of(replaced))
+            self._kept[key] = value
+            while self._size_bytes > self._most_bytes and len(self._kept) > 1:
+                self._size_bytes -= self._size_of(self._kept.popitem(last=False)[1])
+        return value
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()
+            self._size_bytes = 0
+
+
 def _opened(data: bytes | memoryview) -> Image:
     from PIL import Image as pillow  # takes 50 ms, and most jobs have no images
 
@@ -160,9 +195,5 @@ def _has_more_frames(image: Image) -> bool:
     except EOFError:
         return False
     except Exception as error:  # decoders of formats raise many kinds of errors
-        raise ImageError(f"its frames cannot be read: {_first_line(error)}") from error
+        raise ImageError(f"its frames cannot be read: {first_line(error)[:120]}") from error
     return True
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:120]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
-from areal_async.base.errors import ProtocolError
+from areal_async.base.errors import FaultError, ProtocolError, RpcTimeout
 from areal_async.data.images import digest_of
-from areal_async.rpc.client import Client
+from areal_async.rpc.client import Client, wait_out
 from areal_async.rpc.messages import FetchedMedia, FetchMedia
 
 
@@ -40,9 +40,19 @@ class MediaFetch:
         self.lost.update(reply.lost)
 
 
-async def fetch_media(buffer: Client, wanted: Mapping[str, Iterable[str]]) -> MediaFetch:
-    """Fetch media, as digests by group. Raises the errors of the client's calls."""
+async def fetch_media(
+    buffer: Client, wanted: Mapping[str, Iterable[str]], *, retry_pause_s: float | None = None
+) -> MediaFetch:
+    """Fetch media, as digests by group. With `retry_pause_s`, wait out an outage of the buffer (`wait_out`).
+    Raises the errors of the client's calls."""
     fetch = MediaFetch(wanted)
     while (request := fetch.request()) is not None:
-        await asyncio.to_thread(fetch.take, *await buffer.exchange(request))
+        try:
+            reply = await buffer.exchange(request)
+        except (RpcTimeout, FaultError) as error:
+            if retry_pause_s is None:
+                raise
+            await wait_out(error, "media", retry_pause_s)
+        else:
+            await asyncio.to_thread(fetch.take, *reply)
     return fetch

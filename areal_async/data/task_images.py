@@ -24,6 +24,7 @@ from areal_async.storage.urls import is_url, protocol_problem, url_problem
 
 PLACEHOLDER = "<image>"
 MOST_IMAGES = 64
+"""Largest number of images of one row, and of one result of a tool or an environment."""
 MOST_ROW_BYTES = 128 << 20
 """Most bytes of all images of one row."""
 DATA_URL = re.compile(r"data:([^;,]*)((?:;[^;,]*)*?)(;base64)?,", re.IGNORECASE)

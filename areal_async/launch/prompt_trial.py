@@ -46,7 +46,15 @@ from areal_async.models.answers import (
     end_sources,
     turn_closing,
 )
-from areal_async.models.prompts import message_texts, prompt_ids, prompt_text, text_ids, with_template_args
+from areal_async.models.files import reads_images
+from areal_async.models.prompts import (
+    message_texts,
+    prompt_ids,
+    prompt_text,
+    text_ids,
+    with_plain_marks,
+    with_template_args,
+)
 from areal_async.models.tokenizer import keep_class
 
 if TYPE_CHECKING:
@@ -68,6 +76,8 @@ def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
         tokenizer = AutoTokenizer.from_pretrained(job.model, local_files_only=True, trust_remote_code=False)
         keep_class(job.model, tokenizer)
         tokenizer = with_template_args(tokenizer, job.rollout.template_args)
+        if job.kind == "rl" and reads_images(job.model):
+            tokenizer = with_plain_marks(tokenizer)
     except Exception as error:  # a broken file can make the library raise anything
         return [_not_loaded(job.model, error)]
     mistakes = [*_end_warnings(job, tokenizer)] if job.kind == "rl" else []

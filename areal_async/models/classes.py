@@ -27,6 +27,16 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 
 
+def attention_by_part(config: Any, own: str, others: str = "") -> str | dict[str, str]:
+    """Return the attention `own` for the language model of a config. Other parts, such as a vision tower, get
+    `others`, or transformers' choice."""
+    if not is_multimodal(config):
+        return own
+    text = config.get_text_config()
+    parts = {name: own if getattr(config, name, None) is text else others for name in config.sub_configs}
+    return {"": own, **{name: attention for name, attention in parts.items() if attention}}
+
+
 def is_multimodal(config: Any) -> bool:
     """Return whether the language model is one of several parts of a model with this config."""
     return config.get_text_config() is not config

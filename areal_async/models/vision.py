@@ -7,6 +7,7 @@ placeholder tokens as the image has features, and the model then puts the featur
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +16,8 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
-from areal_async.base.errors import ArealError
+from areal_async.base.errors import ArealError, first_line
+from areal_async.models.prompts import BREAK
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,10 +28,6 @@ Inputs = Mapping[str, Tensor]
 
 class NoImages(ArealError):
     """The model does not read images, or its processor cannot be used."""
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 class ImageSpan(NamedTuple):
@@ -58,7 +56,7 @@ class ImageProcessor:
             found = processor_class_from_name(PROCESSOR_MAPPING_NAMES.get(kind) or "")
             parts = () if found is None else found.get_attributes()
         except ImportError as error:  # transformers has no processor of this kind without torchvision
-            raise NoImages(f"the image processor in {folder} cannot be used: {_first_line(error)}") from error
+            raise NoImages(f"the image processor in {folder} cannot be used: {first_line(error)}") from error
         if found is None or "image_processor" not in parts:
             raise NoImages(f"{folder} has a model of type {kind}, which reads no images")
         own = [part for part in parts if part in ("image_processor", "tokenizer")]
@@ -66,7 +64,7 @@ class ImageProcessor:
         try:
             self._processor = alone.from_pretrained(folder, local_files_only=True, backend="pil")
         except Exception as error:  # transformers raises many kinds of errors for incomplete folders
-            why = _first_line(error).partition(". ")[0]
+            why = first_line(error).partition(". ")[0]
             raise NoImages(f"the image processor in {folder} cannot be used: {why}") from error
         self.bound(min_pixels, max_pixels)
         self.placeholder: str = self._processor.image_token
@@ -79,12 +77,15 @@ class ImageProcessor:
         return int(found["num_image_tokens"][0])
 
     def expand(self, text: str, images: Sequence[Image]) -> ExpandedText:
-        """Return the tokens of a text with one placeholder for each image. Raises `NoImages` if the numbers
-        of placeholders and images differ."""
+        """Return the tokens of a text with one placeholder for each image, tokenized in pieces around each
+        `BREAK`. Raises `NoImages` if the numbers of placeholders and images differ."""
         if (count := text.count(self.placeholder)) != len(images):
             raise NoImages(f"a text has {count} placeholders ({self.placeholder}) and {len(images)} images")
-        found = self._processor(images=list(images) or None, text=[text], add_special_tokens=False)
-        ids = list(found["input_ids"][0])
+        ids, left = list[int](), iter(images)
+        for piece in filter(None, text.split(BREAK)):
+            own = list(islice(left, piece.count(self.placeholder)))
+            found = self._processor(images=own or None, text=[piece], add_special_tokens=False)
+            ids += found["input_ids"][0]
         sizes = [self.tokens_of(*image.size) for image in images]
         return ExpandedText(ids, self._spans(ids, sizes))
 

@@ -232,7 +232,8 @@ class AgentCalls:
         for index, choice in enumerate(made.choices):
             self.tree.remember(made.plan, (call.number, index), choice)
         responses = [choice.content for choice in made.choices]
-        sent = RecordedCall(self.opened.key, call.number, made.plan.given.text, responses)
+        prompt = self.tree.template.plain(made.plan.given.text)
+        sent = RecordedCall(self.opened.key, call.number, prompt, responses)
         sending, place = self.recorder.add(sent)
         # The request also records other calls, and a client that disconnects now has received its answer.
         reasons = (await asyncio.shield(self._keep(sending))).reasons

@@ -15,6 +15,7 @@ import numpy as np
 from areal_async.base.records import ImageFile
 from areal_async.data.images import ImageError
 from areal_async.models.answers import Detokenizer, end_ids, turn_closing
+from areal_async.models.prompts import broken, pieces
 from rollout_service.gateway.requests import ApiError, Conversation, Ids, Message
 from rollout_service.gateway.toolcalls import Format, format_of, parse
 from rollout_service.workflows.turns import (
@@ -56,7 +57,6 @@ class ChatTemplate:
     ) -> None:
         """`ends` are the ids that end an answer. The default is the tokenizer's. `processor` makes the image
         processor of a model that reads images."""
-        self.tokenizer = tokenizer
         template = tokenizer.chat_template
         source = template if isinstance(template, str) else json.dumps(template or "")
         self.format: Format = format_of(source) if tool_format == "auto" else tool_format
@@ -68,6 +68,7 @@ class ChatTemplate:
             self._backend.no_truncation()
             self._backend.no_padding()
         self._renderer = Renderer(tokenizer, self._ends, processor=processor)
+        self.tokenizer = self._renderer.tokenizer
         self._known_ids = lru_cache(_KNOWN_TEXTS)(self._plain_ids)
         self._end_text = lru_cache(len(self._ends))(lambda token: self.raw([token]))
 
@@ -102,10 +103,18 @@ class ChatTemplate:
         return await self._renderer.aside(work, *given)
 
     def _plain_ids(self, text: str) -> list[int]:
+        parts = pieces(self.tokenizer, text)
         if self._backend is not None:
             # This method leaves out the offsets, which take a quarter of the time.
-            return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            found = self._backend.encode_batch_fast(parts, add_special_tokens=False)
+            return [token for each in found for token in each.ids]
+        return [
+            token for part in parts for token in self.tokenizer(part, add_special_tokens=False)["input_ids"]
+        ]
+
+    def plain(self, text: str) -> str:
+        """Return a rendering in the characters that the model reads."""
+        return "".join(pieces(self.tokenizer, text))
 
     def raw(self, ids: Sequence[int] | Ids) -> str:
         """Return the text of `ids` with every special token."""
@@ -134,6 +143,8 @@ class ChatTemplate:
         `shown` is the rendering of `asked`, and the answer was sampled after `given`. Return None if the
         template now renders the history differently, so that the path cannot continue."""
 
+        raw, content, calls = broken(self.tokenizer, (said.raw, said.content, said.calls))
+        said = SampledText(raw, content, calls, said.end)
         how: Any = {"closing": self._closing, "spelled": self._spelled}
         how["past"] = lambda: self._unopened(asked, asked.messages[:upto])
         exact = tail(shown, RenderedPrompt(given.text, None), said, **how)
@@ -163,9 +174,10 @@ class ChatTemplate:
     def _render(self, asked: Conversation, messages: Sequence[Message], *, opened: bool) -> str:
         if not self.tokenizer.chat_template:
             raise ApiError(400, "the model has no chat template: give its tokenizer one", param="messages")
-        how: Any = {"tools": asked.tools or None, "tokenize": False, "add_generation_prompt": opened}
+        how: Any = {"tokenize": False, "add_generation_prompt": opened}
+        given, tools = broken(self.tokenizer, (list(messages), asked.tools or None))
         try:
-            return str(self.tokenizer.apply_chat_template(list(messages), **how, **asked.template))
+            return str(self.tokenizer.apply_chat_template(given, tools=tools, **how, **asked.template))
         except Exception as error:  # any error in a template's code is about these messages
             refused = f"the model's chat template refuses these messages: {error}"
             raise ApiError(400, refused, param="messages") from error

@@ -376,12 +376,7 @@ class Worker:
 
     async def _fetch_images(self, group: LeasedGroup) -> dict[str, bytes]:
         wanted = {group.group_id: [each.facts.digest for each in group.task.images]}
-        while True:
-            try:
-                fetch = await fetch_media(self.buffer, wanted)
-                break
-            except (RpcTimeout, FaultError) as error:
-                await wait_out(error, "images", self.timing.retry_pause_s)
+        fetch = await fetch_media(self.buffer, wanted, retry_pause_s=self.timing.retry_pause_s)
         for digest in fetch.lost:
             raise FaultError("invalid", f"the buffer has lost the image {digest} of {group.task.task_id}")
         return {digest: bytes(data) for digest, data in fetch.found.items()}

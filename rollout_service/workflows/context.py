@@ -23,7 +23,7 @@ import numpy as np
 from areal_async.base.errors import ArealError
 from areal_async.base.records import Task
 from areal_async.models.answers import opens_thought, spoken
-from areal_async.models.prompts import Tokenizer
+from areal_async.models.prompts import Tokenizer, pieces
 from areal_async.trajectory import Call, EpisodeBuilder, PromptedGroup, Sampling, SegmentKind
 from rollout_service import metrics
 from rollout_service.engines.base import (
@@ -545,11 +545,11 @@ class Context:
     def _prompt_text(self, prompt: Prompt | None, segment: int) -> str:
         """Return the first text that the model reads. The rendering of a chat `prompt` is still cached."""
         policy = self._policy[segment]
-        known = self.engines[policy].render(prompt).text if prompt is not None else ""
-        path = self._path(segment).tolist()
+        render, path = self.engines[policy].render, self._path(segment).tolist()
+        known = "".join(pieces(render.tokenizer, render(prompt).text)) if prompt is not None else ""
         for image in reversed(self._media.get(segment, ())):
             del path[image.first + 1 : image.first + image.count]
-        return known or self.engines[policy].render.answers.text(path, whole=True)
+        return known or render.answers.text(path, whole=True)
 
     def _path(self, segment: int) -> Ids:
         """Return the ids of the path down to a segment, including the segment."""

@@ -17,6 +17,7 @@ import msgspec
 
 from areal_async.base.records import ImageFacts, ImageFile, Task
 from areal_async.data.images import ImageError, data_url, inspect_image
+from areal_async.data.task_images import MOST_IMAGES
 from areal_async.models.files import reads_images
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ Content = str | list[Part]
 
 NO_CHAT = "images can only go on with a path that began with messages: give the tasks a chat as their prompt"
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
-MOST_IMAGES = 64
-"""Largest number of images in one result of a tool or an environment."""
 
 
 class EpisodeImages:

@@ -34,15 +34,17 @@ import numpy.typing as npt
 
 from areal_async.base.errors import ArealError
 from areal_async.base.records import ImageFile
-from areal_async.data.images import decode_image
+from areal_async.data.images import ImageCache, decode_image
 from areal_async.models.answers import Detokenizer, end_ids, turn_closing
 from areal_async.models.prompts import (
     Tokenizer,
+    broken,
     content_text,
     message_texts,
     prompt_ids,
     prompt_text,
     text_ids,
+    with_plain_marks,
 )
 from areal_async.trajectory.layout import FinishReason, SegmentKind
 from rollout_service.engines.base import RequestImage
@@ -52,8 +54,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-REMEMBERED_IMAGES = 16
-"""Number of texts with images whose ids are kept. The samples of a group have the same prompt."""
+REMEMBERED_BYTES = 256 << 20
+"""Bytes of texts with images whose ids are kept. The samples of a group have the same prompt."""
 
 Message = Mapping[str, Any]
 Rewritten = Literal["root", "error"]
@@ -182,12 +184,13 @@ def continuation(tokenizer: Tokenizer, chat: Chat, new: Sequence[Message]) -> tu
     Without a chat template, the text is the contents of the messages `new`, joined by newlines. Raises
     `TurnError` if `chat` does not end in a reply."""
     if not tokenizer.chat_template:
-        return message_texts(new), False
+        return broken(tokenizer, message_texts(new)), False
     if not chat.messages or chat.messages[-1]["role"] != "assistant":
         raise TurnError("messages can only follow a reply: generate() first, and pass its segment as parent")
     *earlier, reply = chat.messages
     asked = replace(chat, messages=tuple(earlier))
-    given, before, content = asked.render(tokenizer), _unopened(tokenizer, asked), str(reply["content"])
+    given, before = asked.render(tokenizer), _unopened(tokenizer, asked)
+    content = broken(tokenizer, str(reply["content"]))
     text = tail(
         chat.then(new).render(tokenizer),
         RenderedPrompt(given, before if before is not None and given.startswith(before) else None),
@@ -220,11 +223,16 @@ def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt as ids, and as text. In the text, each image is one placeholder."""
+    """A prompt as ids, and as text. In the text, each image is one placeholder, and marks that are no images
+    are broken (`models/prompts.py`)."""
 
     ids: Ids
     text: str
     media: tuple[RequestImage, ...] = ()
+
+
+def _size_bytes(shown: Rendered) -> int:
+    return shown.ids.nbytes + len(shown.text) + sum(len(image.data) for image in shown.media)
 
 
 class NewSegment(NamedTuple):
@@ -256,13 +264,13 @@ class Renderer:
     ) -> None:
         """`ends` are the ids that end an answer. The default is the tokenizer's. `processor` makes the image
         processor of a model that reads images; it is called for the first image."""
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer if processor is None else with_plain_marks(tokenizer)
         self.ends = frozenset(end_ids(tokenizer) if ends is None else ends)
         self.answers = Detokenizer(tokenizer, self.ends)
         self._remembered = lru_cache(remember)(self._rendered)
         self._make_processor = processor
         self._processor: ImageProcessor | None = None
-        self._remembered_images = lru_cache(REMEMBERED_IMAGES)(self._expanded)
+        self._remembered_images: ImageCache[Rendered] = ImageCache(REMEMBERED_BYTES, _size_bytes)
         self._thread, self._one_at_a_time = ThreadPoolExecutor(1, "images"), threading.Lock()
 
     def __call__(self, prompt: Prompt) -> Rendered:
@@ -280,7 +288,9 @@ class Renderer:
         `TurnError` if the model reads no images or the text has another number of placeholders, and
         `ImageError`. Decoding large images takes seconds."""
         with self._one_at_a_time:  # processors are not safe for several threads
-            return self._remembered_images(text, tuple(images))
+            key = text, *(image.facts.digest for image in images)
+            known = self._remembered_images.get(key)
+            return known or self._remembered_images.keep(key, self._expanded(text, images))
 
     def shown(self, new: NewSegment) -> Rendered:
         """Return a segment as ids, with its images expanded."""
@@ -294,7 +304,7 @@ class Renderer:
         """Return `work(*given)`. Run it in a thread for images, so that it does not block the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *given)
 
-    def _expanded(self, text: str, images: tuple[ImageFile, ...]) -> Rendered:
+    def _expanded(self, text: str, images: Sequence[ImageFile]) -> Rendered:
         if self._processor is None:
             if self._make_processor is None:
                 raise TurnError("a message has images, but the model reads none: set `model` to another")
@@ -303,7 +313,7 @@ class Renderer:
         if (count := text.count(processor.placeholder)) != len(images):
             raise TurnError(
                 f"messages with {len(images)} images are rendered with {count} placeholders "
-                f"({processor.placeholder}): the chat template ignores images, or a text has a placeholder"
+                f"({processor.placeholder}): the chat template does not show each image once"
             )
         ids, spans = processor.expand(text, [decode_image(image.data) for image in images])
         array = np.asarray(ids, np.int32)
@@ -316,7 +326,8 @@ class Renderer:
         prompt: Any = key if isinstance(key, str) else msgspec.msgpack.decode(key)
         text = prompt if kind == "more" else prompt_text(self.tokenizer, prompt)
         if kind == "more":
-            ids = np.asarray(text_ids(self.tokenizer, prompt, special=False), np.int32)
+            plain = broken(self.tokenizer, prompt)
+            ids = np.asarray(text_ids(self.tokenizer, plain, special=False), np.int32)
         else:
             ids = np.asarray(prompt_ids(self.tokenizer, prompt), np.int32)
         ids.setflags(write=False)  # it is shared by many callers

@@ -119,11 +119,11 @@ def test_a_circle_is_found_by_the_moment_of_its_imports() -> None:
 
 
 MOST_CODE_LINES = {
-    "areal_async": 22_000,
+    "areal_async": 22_065,
     "rollout_service": 8_650,
-    "replay_buffer": 5_950,
-    "reward_service": 7_750,
-    "trainer_service": 10_550,
+    "replay_buffer": 5_935,
+    "reward_service": 7_730,
+    "trainer_service": 10_520,
 }
 """Package → the code lines it may have. A change that exceeds one removes something. A feature that needs
 more raises a budget, with its reason in docs/decisions/foundations.md (Budgets of code lines)."""

@@ -7,7 +7,6 @@ digest, so that an image is decoded once for the episodes of a group and the pas
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_async.data.images import ImageError, decode_image
+from areal_async.data.images import ImageCache, ImageError, decode_image
 from areal_async.models.vision import ImageProcessor, Inputs, NoImages
 from trainer_service.data.rows import RowImage, TrainingRow
 from trainer_service.errors import BatchError
@@ -77,8 +76,7 @@ class ImageReader:
     def __init__(self, folder: Path, *, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
         self._processor = ImageProcessor(folder, min_pixels=min_pixels, max_pixels=max_pixels)
         self.placeholder_id = self._processor.placeholder_id
-        self._kept: OrderedDict[str, ReadImage] = OrderedDict()
-        self._size_bytes = 0
+        self._kept: ImageCache[ReadImage] = ImageCache(MOST_KEPT_BYTES, _bytes)
 
     def read(self, images: Sequence[RowImage]) -> list[ReadImage]:
         """Return the images as inputs. Raises `BatchError` if one cannot be decoded."""
@@ -89,7 +87,7 @@ class ImageReader:
                     (image.digest for image in missing), pool.map(self._decode, missing), strict=True
                 )
         for digest, each in found.items():
-            self._keep(digest, each)
+            self._kept.keep(digest, each)
         return [found[image.digest] for image in images]
 
     def _decode(self, image: RowImage) -> ReadImage:
@@ -99,14 +97,6 @@ class ImageReader:
             return ReadImage(inputs, self._processor.tokens_of(*decoded.size))
         except (ImageError, NoImages) as error:
             raise BatchError(f"the image {image.digest} cannot be used: {error}") from error
-
-    def _keep(self, digest: str, image: ReadImage) -> None:
-        if digest not in self._kept:
-            self._size_bytes += _bytes(image)
-        self._kept[digest] = image
-        self._kept.move_to_end(digest)
-        while self._size_bytes > MOST_KEPT_BYTES and len(self._kept) > 1:
-            self._size_bytes -= _bytes(self._kept.popitem(last=False)[1])
 
     def made(self, width: int = SPARE_SIDE, seed: int = 0) -> tuple[list[int], RowImage]:
         """Return the tokens of an image of noise, and the image at their beginning. The width must be a

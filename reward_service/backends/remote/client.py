@@ -79,6 +79,11 @@ class RemoteBackend(QueuedBackend):
         return sum(replica.slots for replica in self.replicas)
 
     @property
+    def wants_images(self) -> bool:
+        """Return whether a server wants images, or has not said yet."""
+        return any(not one.reward.name or "media" in one.reward.wants for one in self.replicas)
+
+    @property
     def alive(self) -> int:
         now_s = time.monotonic()
         return sum(r.slots for r in self.replicas if r.ready(now_s))
@@ -138,6 +143,9 @@ class RemoteBackend(QueuedBackend):
                 told = f"no reward server for {self._arguments.outage_s:g} s: {self._troubles()}"
                 return [Failure("unreachable", clip(told))] * len(inputs), 0.0
             wants = replica.reward.wants
+            if "media" in wants and not all(each.data for given in inputs for each in given.media):
+                told = f"the server {replica.url} wants images only now: restart the reward service"
+                return [Failure("remote", clip(told))] * len(inputs), 0.0
             try:
                 written = [msgspec.Raw(msgspec.json.encode(to_wire(given, wants))) for given in inputs]
             except TrajectoryError as error:

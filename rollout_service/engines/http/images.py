@@ -11,15 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 
 from areal_async.base.versions import VersionTag
-from areal_async.data.images import ImageError, data_url, plain_image
+from areal_async.data.images import ImageCache, ImageError, data_url, plain_image
 from rollout_service.engines.base import RequestError, RequestImage
 
-REMEMBERED = 16
-"""Number of images of which the encoded form is kept. The samples of a group have the same images."""
+REMEMBERED_BYTES = 256 << 20
+"""Bytes of data URLs that are kept. The samples of a group have the same images."""
+_URLS: ImageCache[bytes] = ImageCache(REMEMBERED_BYTES, len)  # by digest
 
 
 def collapsed(prompt: Sequence[int], media: Sequence[RequestImage]) -> list[int]:
@@ -36,7 +36,7 @@ def encoded(media: Sequence[RequestImage]) -> tuple[RequestImage, ...]:
     found = []
     for number, image in enumerate(media):
         try:
-            found.append(image._replace(data=_data_url(image.data)))
+            found.append(image._replace(data=_data_url(image)))
         except ImageError as error:
             raise RequestError(f"image {number} cannot be used: {error}") from error
     return tuple(found)
@@ -62,6 +62,7 @@ def has_package(python: Path, name: str) -> bool:
     return any(python.absolute().parent.parent.glob(f"lib*/python3*/site-packages/{name}"))
 
 
-@lru_cache(REMEMBERED)
-def _data_url(data: bytes) -> bytes:
-    return data_url(*plain_image(data)).encode()
+def _data_url(image: RequestImage) -> bytes:
+    if (known := _URLS.get(image.digest)) is not None:
+        return known
+    return _URLS.keep(image.digest, data_url(*plain_image(image.data)).encode())

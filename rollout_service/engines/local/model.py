@@ -18,7 +18,13 @@ from transformers import AutoConfig, AutoTokenizer
 from areal_async.base.log import get_logger
 from areal_async.models.accelerator import begin_on, exact_products, with_exact_rotations
 from areal_async.models.answers import end_ids
-from areal_async.models.classes import auto_class, is_multimodal, logits_scaling, names_of_other_parts
+from areal_async.models.classes import (
+    attention_by_part,
+    auto_class,
+    is_multimodal,
+    logits_scaling,
+    names_of_other_parts,
+)
 from areal_async.models.files import Mixture, placeholder_ids
 from areal_async.models.routers import routers_of, tried
 from areal_async.models.vision import NoImages
@@ -40,13 +46,6 @@ PASS_ROWS = 16
 
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """Largest allowed difference of a logit between the engine's passes and the model's own forward pass."""
-
-
-def _attention_of_parts(config: Any) -> str | dict[str, str]:
-    """Return the attention of a model's parts: that of this engine for the language model, and torch's for
-    others such as a vision tower."""
-    others = {name: "sdpa" for name in config.sub_configs if name != "text_config"}
-    return {"": ATTENTION, "text_config": ATTENTION, **others} if others else ATTENTION
 
 
 def _can_be_packed(layer: nn.Module) -> bool:
@@ -83,7 +82,7 @@ class LocalModel:
             # Parameters that take over a snapshot's tensors must have the same tensor type.
             with _LOADING, torch.inference_mode(mode=False):
                 config = AutoConfig.from_pretrained(directory, local_files_only=True)
-                self._attention = _attention_of_parts(config)
+                self._attention = attention_by_part(config, ATTENTION, "sdpa")
                 model: Any = auto_class(config).from_pretrained(
                     directory, dtype=self.dtype, attn_implementation=self._attention, local_files_only=True
                 )

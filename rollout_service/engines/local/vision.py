@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from areal_async.data.images import ImageError, decode_image
+from areal_async.data.images import ImageCache, ImageError, decode_image
 from areal_async.models.vision import ImageProcessor, NoImages
 from rollout_service.engines.base import Ids, RequestError, RequestImage, check_images
 
@@ -78,7 +77,7 @@ class Vision:
         if "mm_encoder_outputs" not in inspect.signature(self._whole.forward).parameters:
             raise NoImages(f"{type(model).__name__} takes no features of images: use another engine")
         self._rope_index = getattr(self._whole, "get_rope_index", None)
-        self._known: OrderedDict[str, Seen] = OrderedDict()
+        self._known: ImageCache[Seen] = ImageCache(REMEMBERED_BYTES, lambda seen: seen.size_bytes)
         self._output: type[Any] = BaseModelOutputWithPooling
 
     def check(self, prefix: Prefix) -> None:
@@ -136,9 +135,8 @@ class Vision:
 
     def _see(self, image: RequestImage) -> Seen:
         """Return the tower's output for an image. Raises `ImageError`."""
-        if image.digest in self._known:
-            self._known.move_to_end(image.digest)
-            return self._known[image.digest]
+        if (known := self._known.get(image.digest)) is not None:
+            return known
         tower = next(iter(self._whole.parameters()))
         inputs = self._processor.features([decode_image(image.data)])
         placed = {name: value.to(tower.device) for name, value in inputs.items()}
@@ -147,10 +145,7 @@ class Vision:
         layers = getattr(output, "deepstack_features", None) or ()
         deep = tuple(torch.cat(tuple(layer)) for layer in layers)
         seen = Seen(torch.cat(tuple(output.pooler_output)), deep, inputs.get(GRID))
-        self._known[image.digest] = seen
-        while len(self._known) > 1 and sum(e.size_bytes for e in self._known.values()) > REMEMBERED_BYTES:
-            self._known.popitem(last=False)
-        return seen
+        return self._known.keep(image.digest, seen)
 
     def trial(self, text_ids: Sequence[int]) -> tuple[Prefix, dict[str, Tensor]]:
         """Return a prompt with an image between some text, and the arguments with which the model's own

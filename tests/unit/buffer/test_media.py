@@ -213,6 +213,39 @@ async def test_hostile_media_are_refused_by_name_and_nothing_is_written(
         assert media_files(ctx.run_dir / "buffer" / "episodes") == []
 
 
+async def test_each_size_that_an_episode_says_is_compared(context: Any, job_name: str) -> None:
+    """A wrong size of one sample is not hidden by the right one of another, nor within an episode."""
+    ctx = context()
+    folder = ctx.run_dir / "buffer" / "episodes"
+    tool = image(7)
+    name, right = digest_of(tool), len(tool)
+    async with serving(ctx) as client:
+        _, (group,) = await opened(client, 1)
+
+        def blob(sample: int, *sizes: int) -> bytes:
+            builder = EpisodeBuilder(job_name, group.group_id.rpartition("#")[0], group.group_id, sample)
+            prompt = builder.prompt([5, 6, 7])
+            for place, size in enumerate(sizes):
+                builder.media(prompt, name, "image/png", size, place, 1)
+            call = Call(sampling=SAMPLING)
+            builder.sampled([1, 2], [-0.5] * 2, [0] * 2, parent=prompt, call=call, epoch=1)
+            return pack(builder.build())
+
+        async def put(*samples: tuple[int, ...]) -> Any:
+            names = [*range(len(samples))]
+            blobs = [blob(sample, *sizes) for sample, sizes in enumerate(samples)]
+            request = PutEpisodes([GroupSamples(group.lease_id, group.group_id, names, [], [name])])
+            (reply,) = (await client.call(request, attachments=[*blobs, tool])).groups
+            return reply.stored, {int(one.item.rpartition(".")[2]): one.reason for one in reply.refused}
+
+        wrong = f"invalid: {name} has {right} bytes, and the episode says 3"
+        twice = f"invalid: it says that {name} has {right} bytes, and 3 bytes"
+        assert await put((3,), (right, 3)) == ([], {0: wrong, 1: twice})
+        assert media_files(folder) == []
+        assert await put((3,), (right,)) == ([1], {0: wrong})
+        assert len(media_files(folder)) == 1
+
+
 async def test_media_that_no_episode_names_are_not_kept(context: Any, job_name: str) -> None:
     ctx = context()
     async with serving(ctx) as client:

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from areal_async.data.images import FORMATS, MOST_BYTES, MOST_PIXELS, ImageError, decode_image, inspect_image
+from areal_async.data.images import (
+    FORMATS,
+    MOST_BYTES,
+    MOST_PIXELS,
+    ImageCache,
+    ImageError,
+    decode_image,
+    inspect_image,
+)
 
 PIXELS = np.arange(6 * 8 * 3, dtype=np.uint8).reshape(6, 8, 3)
 
@@ -106,3 +114,17 @@ def test_rows_that_unfold_to_more_than_the_header_says_are_not_kept():
     """64 MB of zeros in 64 kB: the decoder stops at the last row of the header."""
     image = decode_image(png(8, 8, bytes(1 << 26)))
     assert image.size == (8, 8)
+
+
+def test_a_cache_of_images_keeps_the_last_used_ones_up_to_its_bytes():
+    cache = ImageCache(10, len)
+    for key, size in (("a", 4), ("b", 4), ("a", 2), ("c", 4)):
+        cache.keep(key, bytes(size))
+    assert [cache.get(key) for key in "bac"] == [bytes(4), bytes(2), bytes(4)]
+    cache.keep("d", bytes(1))
+    assert [cache.get(key) for key in "bacd"] == [None, bytes(2), bytes(4), bytes(1)]
+    assert cache.keep("large", bytes(100)) == bytes(100)
+    assert [cache.get(key) for key in ("a", "c", "d", "large")] == [None, None, None, bytes(100)]
+    cache.clear()
+    assert cache.get("large") is None
+    assert cache.keep("a", bytes(10)) == cache.get("a")

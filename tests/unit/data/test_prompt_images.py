@@ -9,7 +9,7 @@ import pytest
 
 from areal_async.config.job import JobConfig
 from areal_async.launch.prompt_trial import has_images, tokenizer_mistakes
-from tests.vision import picture, write_vision_model
+from tests.vision import picture, write_spelling_model, write_vision_model
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,18 @@ def test_tokens_of_images_count_in_the_length_of_a_prompt(job):
     mistake, _ = tokenizer_mistakes(job(24))
     assert "1 of 1 prompts" in str(mistake)
     assert "(the longest 24 in line 1, 16 of them for images)" in str(mistake)
+
+
+def test_marks_in_the_text_of_a_prompt_are_no_images(tmp_path, tmp_path_factory, job):
+    """Each character of the mark is a token, as in the prompts of the workers."""
+    model = write_spelling_model(tmp_path_factory.mktemp("spelling"))
+    enough, too_short = job(38, of=model), job(37, of=model)
+    row = json.loads((tmp_path / "train.jsonl").read_text()) | {"prompt": "1<|image_pad|>+1="}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    (note,) = tokenizer_mistakes(enough)
+    assert "take 8 tokens each" in str(note)
+    mistake, _ = tokenizer_mistakes(too_short)
+    assert "(the longest 37 in line 1, 16 of them for images)" in str(mistake)
 
 
 def test_images_after_many_rows_of_text_are_expected(tmp_path):

@@ -21,13 +21,14 @@ from areal_async.trajectory import SegmentKind
 from rollout_service.gateway import openai as gateway_openai
 from rollout_service.workflows import turns
 from rollout_service.workflows.images import with_data_urls
+from tests.unit.gateway import fakes
 from tests.unit.gateway.fakes import (
     Scripted,
     assert_recorded_is_what_the_engine_said,
     openai_of,
     serving,
 )
-from tests.vision import beside_the_loop, picture, write_vision_model
+from tests.vision import MARKS, beside_the_loop, picture, write_spelling_model, write_vision_model
 
 PAD = 18
 
@@ -103,6 +104,37 @@ async def test_images_of_an_agent_become_tokens_media_and_requests(folder: Path)
     assert kinds == [SegmentKind.PROMPT, SegmentKind.ENVIRONMENT]
     assert talk.ctx.new_media == dict(zip(digests, (first, second), strict=True))
     assert header.metadata["roots"] == 1
+
+
+@pytest.mark.parametrize("mark", MARKS)
+async def test_a_mark_in_the_text_of_an_agent_is_no_image(
+    mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays a text in the first call, in and after an answer, and in a conversation without images."""
+    monkeypatch.setattr(fakes, "encoded", lambda tokenizer, said: tokenizer.convert_tokens_to_ids([*said]))
+    async with talking(write_spelling_model(tmp_path / "model"), f"3{mark}", "4", "5") as talk:
+        messages: list[Any] = [{"role": "user", "content": [text(f"1{mark}+"), shown(png(16, 24))]}]
+        reply = await ask(talk, messages)
+        messages.append({"role": "assistant", "content": reply.content})
+        messages.append({"role": "user", "content": [text(f"{mark}="), shown(png(40, 16, 1))]})
+        await ask(talk, messages)
+        await ask(talk, [{"role": "user", "content": mark}])
+    header = talk.episode.header
+    image = "".join(MARKS[:1] + MARKS[2:3] + MARKS[1:2])
+    assert header.prompt_text == f"1{mark}+{image}"
+    assert header.metadata["roots"] == 2
+    tokenizer = talk.engine.tokenizer
+    for (request, _), images in zip(talk.engine.log, (1, 2, 0), strict=True):
+        ids = np.asarray(request.prompt_ids)
+        assert len(request.media) == images
+        assert (ids == PAD).sum() == sum(each.count for each in request.media)
+        for real in (MARKS[0], MARKS[1]):
+            assert (ids == tokenizer.convert_tokens_to_ids(real)).sum() == images
+        assert (ids == tokenizer.convert_tokens_to_ids(MARKS[3])).sum() == 0
+    read = tokenizer.decode(np.asarray(talk.engine.log[1][0].prompt_ids))
+    for count in (10, 6):
+        read = read.replace(MARKS[2] * count, MARKS[2])
+    assert read == f"1{mark}+{image}3{mark}{mark}={image}"
 
 
 async def test_images_of_calls_are_read_beside_the_event_loop(

@@ -10,12 +10,11 @@ from prometheus_client import REGISTRY
 from areal_async.base.errors import FaultError, RpcTimeout
 from areal_async.base.verdicts import Failure, Score, Timeout
 from areal_async.config.job import JobConfig
-from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.data.images import digest_of
 from areal_async.service.main import restart_may_help
 from reward_service import __main__ as own
-from reward_service import metrics
+from reward_service import metrics, server
 from reward_service.sdk import RewardLoadError
 from reward_service.server import RewardServer
 from tests.contexts import context_for_test
@@ -57,6 +56,9 @@ class Unanswering:
     def of(self, task):
         return self.spec
 
+    def sees_images(self, spec):
+        return False
+
     def capacity(self, spec):
         return self.workers
 
@@ -68,11 +70,15 @@ class Unanswering:
         self.told.set()
 
 
-async def test_a_reward_of_groups_keeps_all_workers_busy():
+@pytest.mark.parametrize("image", [b"", bytes(1 << 20)])
+async def test_a_reward_of_groups_keeps_all_workers_busy(monkeypatch, image):
+    """A reward of texts does not hold images, so their size does not limit its claims."""
+    monkeypatch.setattr(server, "MAX_PENDING_BYTES", 1 << 20)
+    blob = episode_blob("true", media=[image] if image else ())
     buffer = FakeBuffer()
     router = Unanswering(8, told=buffer.changed)
     for number in range(8 * 40):
-        buffer.store("true", group=f"t{number // 8}", scope="group")
+        buffer.store("true", group=f"t{number // 8}", scope="group", blob=blob)
     serving = asyncio.create_task(RewardServer(buffer, router, scorer="reward-0").run(asyncio.Event()))
     await buffer.until(lambda: len(router.calls) >= 2 * router.workers)
     serving.cancel()
@@ -239,13 +245,21 @@ def test_an_episode_whose_image_is_lost_gets_an_error_and_others_their_scores(se
     assert (lost.kind, lost.message) == ("episode", f"the buffer no longer has {digest_of(b'lost')}")
 
 
-def test_a_reward_of_texts_has_no_images_fetched():
+@pytest.mark.parametrize("part", ["", "regex", f"{KINDS}:pictures"])
+def test_images_are_fetched_only_for_a_reward_or_a_part_that_sees_them(section, part):
+    """A part sees them if it is a reward of a user; the built-in ones read texts."""
+
     async def drive(buffer):
+        buffer.media = {digest_of(b"image"): b"image"}
         await buffer.has(buffer.store("57", blob=episode_blob("57", media=[b"image"])))
 
-    buffer = serve(RewardSection(name="exact_match"), drive)
-    assert [one.verdict.value for one in buffer.taken.values()] == [1.0]
-    assert buffer.media_asked == []
+    parts = [{"name": "exact_match"}, {"name": part, "args": {"pattern": "5"} if part == "regex" else {}}]
+    asked = section(name="weighted", args={"parts": parts}) if part else section(name="exact_match", args={})
+    buffer = serve(asked, drive)
+    (found,) = [one.verdict for one in buffer.taken.values()]
+    assert found.value == (2.0 if part else 1.0)
+    assert len(buffer.media_asked) == ("pictures" in part)
+    assert found.components.get("pictures.image/png", 0.0) == (5.0 if "pictures" in part else 0.0)
 
 
 def test_an_outage_of_the_buffer_delays_images_and_loses_no_verdict(section):

@@ -12,11 +12,12 @@ from aiohttp import web
 from PIL import Image
 
 from areal_async.base.verdicts import FaultOf, Score
+from areal_async.config.reward_routing import RewardSpec
 from areal_async.data.images import decode_image, digest_of, inspect_image
 from reward_service.backends.judge.backend import NEUTRAL
 from reward_service.backends.judge.images import SENT_SIDE, without_marks
 from reward_service.inputs import RewardMedia
-from reward_service.sdk import WITHOUT_MEDIA, RewardInput
+from reward_service.sdk import RewardInput, sees_images
 from tests.scoring import verdicts_of
 from tests.unit.reward_models.conftest import DEADLINE_S, JudgeServer, judge_of
 
@@ -58,7 +59,8 @@ async def test_a_judge_sees_the_images_and_each_is_one_mark_of_the_text() -> Non
     assert decode_image(data).getpixel((4, 4)) == (255, 255, 255)
     head, data = sent(images[2])
     assert (head, inspect_image(data)[3:]) == ("data:image/jpeg;base64", (SENT_SIDE, SENT_SIDE // 4))
-    assert "judge" not in WITHOUT_MEDIA  # its inputs come with their bytes
+    assert sees_images(RewardSpec("judge"))  # its inputs come with their bytes
+    assert not sees_images(RewardSpec("judge", {"max_images": 0}))
 
 
 @pytest.mark.parametrize(("most", "kept"), [(3, "012"), (2, "0 2"), (1, "0 "), (0, "")])

@@ -418,7 +418,7 @@ async def test_held_out_tasks_with_images_are_answered_and_scored_with_their_byt
         ctx.builder.media(0, facts.digest, facts.media_type, facts.size_bytes, 0, 1)
 
     class Looking(Exact):
-        routing = SimpleNamespace(of=lambda task: SimpleNamespace(name=reward))
+        routing = SimpleNamespace(of=lambda task: SimpleNamespace(name=reward, args={}))
 
         async def score(self, inputs: Sequence[Any], groups: Any = None) -> list[Verdict]:
             seen.extend(each.data for given in inputs for each in given.media)

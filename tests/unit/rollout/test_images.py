@@ -22,7 +22,7 @@ from rollout_service.workflows.context import Context
 from rollout_service.workflows.multi_turn import MultiTurn, opening
 from rollout_service.workflows.tool_use import ToolUse
 from rollout_service.workflows.tools import WorkflowResources
-from tests.vision import beside_the_loop, picture, write_vision_model
+from tests.vision import MARKS, beside_the_loop, picture, write_spelling_model, write_vision_model
 
 PAD = 18
 
@@ -48,7 +48,9 @@ class Scripted:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self.asked.append(request)
         text = self._said.pop(0)
-        ids = np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        spelled = [*text] if text.startswith("<|") else [text]  # no model samples a mark
+        found = self._tokenizer(spelled, add_special_tokens=False)["input_ids"]
+        ids = np.array([token for some in found for token in some], np.int32)
         zeros = np.zeros(len(ids), np.int32)
         return GenerateResult(ids, -np.ones(len(ids), np.float32), zeros, zeros, "stop", text)
 
@@ -168,6 +170,19 @@ async def test_samples_share_the_tokens_of_a_prompt_and_other_images_have_their_
     assert render.expanded(shown, [one]).media != render.expanded(shown, [other]).media
 
 
+async def test_prompts_with_images_are_kept_up_to_a_number_of_bytes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = file_of(picture(8, 8)), file_of(picture(40, 40, seed=1))
+    monkeypatch.setattr(turns, "REMEMBERED_BYTES", len(large.data) + len(small.data))
+    ctx, _ = context(folder)
+    render = ctx.engines["policy"].render
+    first = render.expanded("<|image_pad|>", [small])
+    assert render.expanded("<|image_pad|>", [small]) is first
+    render.expanded("<|image_pad|>", [large])
+    assert render.expanded("<|image_pad|>", [small]) is not first
+
+
 async def test_images_are_refused_by_name_if_nothing_can_read_them(folder: Path) -> None:
     image = (file_of(picture(8, 8)),)
     ctx, _ = context(folder, "3", processor=False)
@@ -175,7 +190,7 @@ async def test_images_are_refused_by_name_if_nothing_can_read_them(folder: Path)
         await ctx.generate(ctx.seeing(task_of(IMAGE, images=image)).prompt)
     ctx, _ = context(folder, "3")
     with pytest.raises(TurnError, match="1 images are rendered with 2 placeholders"):
-        await ctx.generate(ctx.seeing(task_of(IMAGE, text("<|image_pad|>"), images=image)).prompt)
+        ctx.engines["policy"].render.expanded("<|image_pad|>" * 2, image)
     reply = await ctx.generate("1+2=")
     with pytest.raises(TurnError, match="a path that began with messages"):
         ctx.as_user(ctx.content(picture(8, 8)), reply.segment)
@@ -189,6 +204,62 @@ async def test_an_image_of_pillow_in_any_mode_becomes_a_file_or_an_error(folder:
     for mode in ("CMYK", "YCbCr", "F", "I", "1", "P", "LA"):
         (part,) = ctx.content(picture(8, 8).convert("L").convert(mode))
         assert part["image"].startswith("blake3:")
+
+
+@pytest.fixture(scope="module")
+def spelling(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_spelling_model(tmp_path_factory.mktemp("spelling"))
+
+
+@pytest.mark.parametrize("mark", MARKS)
+async def test_a_mark_in_a_text_is_no_image(spelling: Path, mark: str) -> None:
+    """Neither in a prompt, nor in a reply, an answer of a tool or a text that goes on with a path."""
+    ctx, engine = context(spelling, "3", "4", "5", "6")
+    half = len(mark) // 2
+    split = [text(mark[:half]), text(mark[half:])]
+    task = ctx.seeing(task_of(text(f"1{mark}+"), IMAGE, *split, images=(file_of(picture(16, 24)),)))
+    reply = await ctx.generate(task.prompt)
+    assert ctx.builder.build().header.prompt_text.count(mark) == 2 + (mark in MARKS[:3])
+
+    @tool(inline=True)
+    def zoom(where: str) -> Any:
+        return [text(where), picture(8, 16, seed=3)] if where.startswith("2") else where
+
+    for where in (f"2{mark}", f"1{mark}{mark}"):
+        shown = await ctx.tool(zoom, where, parent=reply.segment)
+        reply = await ctx.generate(parent=shown.segment)
+    user = ctx.as_user(ctx.content([picture(24, 8, seed=4), text(mark)]), reply.segment)
+    await ctx.generate(user, parent=reply.segment)
+    episode = assert_whole(ctx, engine)
+    assert [len(request.media) for request in engine.asked] == [1, 2, 2, 3]
+    said = ctx.decoded(episode.units.token_id)
+    for real in MARKS[:2]:  # the template has one around each image
+        token = ctx.tokenizer.convert_tokens_to_ids(real)  # type: ignore[attr-defined]
+        assert (episode.units.token_id == token).sum() == 3
+    assert said.count(mark) == 6 + {MARKS[0]: 3, MARKS[1]: 3, MARKS[2]: 11}.get(mark, 0)
+    plain, other = context(spelling, "1", "2")
+    reply = await plain.generate(f"{mark}=")
+    await plain.generate(f"{mark}+", parent=reply.segment)
+    assert plain.decoded(np.asarray(other.asked[1].prompt_ids)) == f"{mark}=1{mark}+"
+    assert not {*map(plain.tokenizer.get_added_vocab().get, MARKS)} & {*other.asked[1].prompt_ids.tolist()}
+    assert_whole(plain, other)
+
+
+async def test_a_mark_that_a_model_spells_stays_a_text(spelling: Path) -> None:
+    """Both on the path of its reply, and if the template drops the first message, so that a path begins."""
+    for dropped, asked in ((0, ["1=", "1=<|image_pad|>+ ="]), (1, ["1=", "<|image_pad|>+ ="])):
+        ctx, engine = context(spelling, "<|image_pad|>", "3")
+        tokenizer: Any = ctx.tokenizer
+        skip = f"in (messages[{dropped}:] if messages | length > 2 else messages)"
+        tokenizer.chat_template = tokenizer.chat_template.replace("in messages", skip)
+        reply = await ctx.generate([{"role": "user", "content": "1="}])
+        more = [{"role": "user", "content": ctx.content([text("+"), picture(8, 8), text("=")])}]
+        await ctx.generate(more, parent=reply.segment, rewritten="root")
+        image = "<|vision_start|><|image_pad|><|vision_end|>"
+        read = [ctx.decoded(np.asarray(request.prompt_ids)) for request in engine.asked]
+        assert read == [each.replace(" ", image) for each in asked]
+        kinds = assert_whole(ctx, engine).segments.kind
+        assert (kinds == SegmentKind.PROMPT).sum() == 1 + dropped
 
 
 class Camera:

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from areal_async.base.versions import VersionTag
-from areal_async.data.images import decode_image, inspect_image, plain_image
+from areal_async.data.images import ImageCache, decode_image, inspect_image, plain_image
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, RequestError, RequestImage
 from rollout_service.engines.http import images
@@ -103,6 +103,18 @@ def test_servers_get_the_pixels_that_we_decode() -> None:
     assert plain_image(data) == ("image/png", data)
 
 
+def test_data_urls_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = MEDIA[1:], (image(png(picture(40, 40, seed=2)), 0, 25),)
+    sizes = [len(encoded(media)[0].data) for media in (small, large)]
+    monkeypatch.setattr(images, "_URLS", ImageCache(sum(sizes) - 1, len))
+    first = encoded(small)[0].data
+    assert encoded(small)[0].data is first
+    encoded(large)
+    again = encoded(small)[0].data
+    assert again == first
+    assert again is not first
+
+
 @pytest.mark.parametrize(
     ("media", "said"),
     [
@@ -120,7 +132,7 @@ async def test_images_are_encoded_beside_the_event_loop_and_refused_if_they_do_n
     media, said, folder, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(images, "plain_image", beside_the_loop(plain_image))
-    images._data_url.cache_clear()
+    images._URLS.clear()
     server = FakeServer()
     server.prompt_tokens = 9
     server.held.set()

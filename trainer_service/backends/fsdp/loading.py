@@ -22,7 +22,13 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from areal_async.config.job import LoraSection
-from areal_async.models.classes import auto_class, freeze_other_parts, is_multimodal, names_of_other_parts
+from areal_async.models.classes import (
+    attention_by_part,
+    auto_class,
+    freeze_other_parts,
+    is_multimodal,
+    names_of_other_parts,
+)
 from areal_async.weights.names import NamesMismatch, Storage, storage_of, tied_in_files
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import ModelHead
@@ -67,7 +73,8 @@ class LoadPlan:
             kind, config.num_labels = AutoModelForSequenceClassification, 1
         try:
             with torch.device("meta"):
-                model: Any = kind.from_config(config, dtype=self.held, attn_implementation=_attention(config))
+                attention = attention_by_part(config, PACKED_ATTENTION)
+                model: Any = kind.from_config(config, dtype=self.held, attn_implementation=attention)
         except KeyError as error:
             if PACKED_ATTENTION not in error.args:
                 raise
@@ -228,15 +235,6 @@ def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: LoadPlan) -> Loa
     _compute_rest(model, storage)
     model.train()
     return LoadedModel(model, storage, tied, plan, adapted, frozen)
-
-
-def _attention(config: Any) -> str | dict[str, str]:
-    """Return packed attention for the language model of a config. Other parts keep transformers' choice."""
-    text = config.get_text_config()
-    if text is config:
-        return PACKED_ATTENTION
-    inner = [name for name in config.sub_configs if getattr(config, name, None) is text]
-    return dict.fromkeys(["", *inner], PACKED_ATTENTION)
 
 
 def _with_value_layer(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -125,7 +125,12 @@ async def test_a_server_that_asks_for_images_gets_them_and_no_other_server_does(
     images = [RewardMedia(f"blake3:{n:02x}", "image/png", 5, b"\0\xffxyz") for n in range(2)]
     async with host("pictures", wants=("media",)) as server:
         async with backend(server.url) as entered:
+            assert entered.wants_images
             found = await collect(entered, [given("57", media=images, blob=episode_blob())])
+            unread = [msgspec.structs.replace(each, data=b"") for each in images]
+            (without,) = await collect(entered, [given("57", media=unread)])
+            assert (without.kind, without.fault) == ("remote", FaultOf.INFRASTRUCTURE)
+            assert "wants images only now: restart the reward service" in without.message
         sent = body("57", reward="pictures")
         sent["inputs"][0]["media"] = json.loads(msgspec.json.encode(images))
         check("Request", sent)
@@ -133,6 +138,7 @@ async def test_a_server_that_asks_for_images_gets_them_and_no_other_server_does(
     assert found == [Score(10.0)]
     assert answer["verdicts"][0]["value"] == 10.0
     async with host("pictures") as server, backend(server.url) as entered:
+        assert not entered.wants_images
         assert await collect(entered, [given("57", media=images)]) == [Score(0.0)]
 
 
