@@ -47,7 +47,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from areal_async.base.errors import ArealError
+from areal_async.base.errors import ArealError, first_line
 from areal_async.base.versions import VersionTag
 from areal_async.cli.quickstart.model import make_tokenizer
 from areal_async.config.engines import find_engine_python
@@ -135,6 +135,20 @@ WIDE |= {
 """Sizes for which servers have kernels: heads of 32 numbers."""
 
 
+HUB_FIELDS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc"},
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
+    "glm4_moe": {"head_dim": 32, "partial_rotary_factor": 0.5},
+    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "qwen3_next": {"full_attention_interval": 4},
+}
+"""Fields that `config.json` has on the hub, that servers read, and that transformers does not write."""
+PIXELS = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 64, "max_pixels": 1024}
+PIXELS |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "image_processor_type": "Qwen2VLImageProcessor"}
+PROCESSORS = dict.fromkeys(("qwen2_5_vl", "qwen3_5", "qwen3_vl"), PIXELS)
+"""Settings of image processors, without which vLLM serves no text either."""
+
+
 def config_of(name: str) -> Any:
     """Return the tiny config of a family, with a tiny vision tower if its models read images."""
     kind = CONFIG_MAPPING[name]
@@ -187,6 +201,10 @@ def write_model(name: str, folder: Path) -> Any:
             parameter.add_(scale * torch.randn(parameter.shape))
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(HUB_FIELDS.get(name, {}) | json.loads(path.read_text())))
+    if name in PROCESSORS:
+        (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[name]))
     return reference_of(folder)
 
 
@@ -489,15 +507,13 @@ def measured(work: Callable[[], T], folder: Path, name: str) -> T | str:
         said = f"refused: {_sentence(error)}"
     except Exception as error:  # of code that is not ours
         said = f"fails: {type(error).__name__}: {_sentence(error)}"
-    return re.sub(rf"\b{name}\b", "TYPE", said.replace(str(folder), "FOLDER"))
+    said = re.sub(r" at http://[\d.:]+", "", said.replace(str(folder), "FOLDER"))
+    return re.sub(rf"\b{name}\b", "TYPE", said)
 
 
 def _sentence(error: Exception) -> str:
-    """Return the first line of an error, with the last error in the log of a server that it quotes."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    causes = [line for line in lines[1:] if re.search(r"(Error|Exception)\b.*: ", line)]
-    cause = re.sub(r"^.*?((\w+\.)*\w+(Error|Exception): )", r"\1", causes[-1]) if causes else ""
-    return f"{lines[0][:300]} {cause[:200]}".strip()
+    """Return the first line of an error, without the place of a log."""
+    return first_line(error).partition(" The end of ")[0].removesuffix(".")[:400]
 
 
 def cells(name: str, columns: Sequence[str]) -> dict[str, float | str]:

@@ -63,6 +63,10 @@ class ModelFacts:
     """Ids that stand for images, videos and sounds."""
     kind: str = ""
     """Type of the model, such as `qwen3_vl`."""
+    window: int | None = None
+    """Tokens that a layer with sliding attention sees. None: all layers see all tokens."""
+    soft_capped: bool = False
+    """Whether attention scores are soft-capped."""
 
 
 def read_model(folder: Path) -> ModelFacts:
@@ -75,7 +79,10 @@ def read_model(folder: Path) -> ModelFacts:
     positions, layers = config.get("max_position_embeddings"), config.get("num_hidden_layers") or 0
     never = tuple(token for token in placeholder_ids(whole) if token < vocab_size)
     kind = str(whole.get("model_type", ""))
-    return ModelFacts(vocab_size, positions, layers, image_token(whole), never, kind)
+    slides = any("sliding" in each for each in config.get("layer_types") or ["sliding"])
+    window = config.get("sliding_window") if slides and config.get("use_sliding_window", True) else None
+    capped = config.get("attn_logit_softcapping") is not None
+    return ModelFacts(vocab_size, positions, layers, image_token(whole), never, kind, window, capped)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

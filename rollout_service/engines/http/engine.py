@@ -488,7 +488,7 @@ class HttpEngine:
         if self._lost is None and not self._stopping:
             process = self._server.process if self._server is not None else None
             if process is not None:
-                why = f"{why}. The end of {process.log_path}:\n{process.tail()}"
+                why = f"{why}. {process.tail()}"
                 process.kill()
             log.error("engine is lost", engine=self._adapter.name, error=why)
             self._lost = EngineLost(f"the engine {self._adapter.name} is lost: {why}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -41,6 +42,9 @@ Argv = Callable[[int], Sequence[str]]  # Return the argument vector of a server 
 
 POLL_S = 0.1
 TAIL_LINES = 15
+ERROR = re.compile(r"(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?((?:\w+\.)*\w+(?:Error|Exception)(?:: .*)?)$")
+"""Last line of a traceback, with the prefix of a log."""
+CAUSE_LENGTH = 300
 LOG_BYTES = 256 << 10  # Bytes read from the end of its log
 STARTS = 2  # Attempts to start a server, because the port may be taken before the server binds it
 PORT_TAKEN = "ddress already in use"
@@ -55,6 +59,23 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
+
+
+def cause_of(lines: Sequence[str]) -> str:
+    """Return the last error in the lines of a server's log. Empty if there is none. An error that only points
+    to the one above it does not count."""
+    for place in reversed(range(len(lines))):
+        error = ERROR.match(lines[place])
+        if error is None or "root cause above" in error[1]:
+            continue
+        if "validation error" in error[1]:  # pydantic says on the next line what is wrong
+            said = "".join(lines[place + 1 : place + 2]).partition(" [type=")[0]
+            return f"{error[1]}: {said.strip()}"[:CAUSE_LENGTH]
+        if ":" in error[1]:
+            return error[1][:CAUSE_LENGTH]
+        code = next((line for line in reversed(lines[:place]) if line.strip(" ^~")), "")
+        return f"{error[1]}: {code.strip()}"[:CAUSE_LENGTH]
+    return ""
 
 
 class ServerProcess(ChildProcess):
@@ -88,8 +109,10 @@ class ServerProcess(ChildProcess):
             log.warning("an engine server is killed but has not ended", server=self.name, pid=self.pid)
 
     def tail(self) -> str:
-        """Return the last lines that this server wrote."""
-        return "\n".join(self.written().splitlines()[-TAIL_LINES:])
+        """Return the last error that this server wrote, and its last lines."""
+        lines = self.written().splitlines()
+        cause = f"Its error is {error}. " if (error := cause_of(lines).rstrip(".")) else ""
+        return f"{cause}The end of {self.log_path}:\n" + "\n".join(lines[-TAIL_LINES:])
 
     def written(self) -> str:
         """Return the log of this server, or the end of a long one."""
@@ -111,7 +134,7 @@ class ServerProcess(ChildProcess):
                 if late or not self.alive:
                     failed = f"does not serve after {ready_s:.0f} s (rollout.server.ready_s)"
                     failed = failed if self.alive else "ended before it served"
-                    raise EngineError(f"{self.name} {failed}. The end of {self.log_path}:\n{self.tail()}")
+                    raise EngineError(f"{self.name} {failed}. {self.tail()}")
                 await asyncio.sleep(POLL_S)
         except BaseException:
             self.kill()

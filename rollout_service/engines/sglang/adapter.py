@@ -30,6 +30,7 @@ from rollout_service.engines.http.adapter import (
     Directory,
     Flag,
     Launch,
+    ModelFacts,
     ServerAdapter,
     ServerLoad,
     ServerSettings,
@@ -73,6 +74,10 @@ RESERVED = {
     "speculative-algorithm": "the versions of drafted tokens are not known",
 }
 """Flags that a job file may not set, with the reason or an alternative."""
+WITH_WINDOWS = {"cohere2", "exaone4", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4"}
+WITH_WINDOWS |= {"gemma4_text", "gpt_oss", "olmo3"}
+"""Types of models whose class in SGLang has sliding windows."""
+OTHER_ENGINES = "use rollout.engine local or vllm"
 INSIDE = Path(__file__).with_name("inside")
 """Folder of a plugin that a server on a CPU needs for routes."""
 IMAGE_VARIABLES = {
@@ -140,6 +145,21 @@ def command(launch: Launch) -> list[str]:
     return command_line(launch, start, flags, RESERVED)
 
 
+def check_attention(facts: ModelFacts, *, max_model_len: int, device: str) -> None:
+    """Raise `EngineError` if SGLang may compute another attention than the model's without an error. Its
+    kernel for CPUs decodes without windows and soft caps, and many of its classes have no windows."""
+    on_cpu = device == "cpu"
+    if on_cpu and facts.soft_capped:
+        raise EngineError(f"SGLang on a CPU ignores that {facts.kind} caps its attention: {OTHER_ENGINES}")
+    if facts.window is None or facts.window >= max_model_len:
+        return
+    if on_cpu or facts.kind not in WITH_WINDOWS:
+        raise EngineError(
+            f"SGLang{' on a CPU' if on_cpu else ''} ignores the sliding window of {facts.kind}: "
+            f"{OTHER_ENGINES}, or set rollout.max_model_len to {facts.window} or less"
+        )
+
+
 def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the server's environment: `inherited`, without variables that would change the server's
     behaviour."""
@@ -204,6 +224,7 @@ class SGLangAdapter(ServerAdapter):
     ) -> None:
         """`receiver` transfers the tensors of updates, if this server can receive tensors."""
         super().__init__(model, settings)
+        check_attention(self.facts, max_model_len=self.max_model_len, device=settings.device)
         self._receiver = receiver
         self._info: SglangInfo | None = None
         self._flush = settings.update_mode == "recompute"

@@ -22,6 +22,8 @@ from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, checked_request
 from rollout_service.engines.http.adapter import AnswerReader, attached_url, read_model
 from rollout_service.engines.http.client import VersionSpan, parse_tag, stamp
+from rollout_service.engines.http.process import cause_of
+from rollout_service.engines.sglang.adapter import check_attention
 from tests.unit.gateway.fakes import VOCAB, write_chat_model
 from tests.unit.rollout.fakes import job as make_job
 
@@ -126,3 +128,77 @@ def test_an_answer_ends_with_its_first_stop_string_however_far_the_server_sample
     write_chat_model(tmp_path)
     reader = AnswerReader(tmp_path, len(VOCAB))
     assert reader.n_until_stop([VOCAB.index(sign) for sign in said], stop) == kept
+
+
+IN_CHILD = """\
+(EngineCore pid=7) ERROR 12-01 05:57:44 [core.py:1510] ValueError: no kernel for it
+Traceback (most recent call last):
+ValueError: no kernel for it
+Traceback (most recent call last):
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"""
+OF_PYDANTIC = """\
+pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig
+  Assertion failed, Chunked prefill is required. [type=assertion_error, input_value=1, input_type=int]
+python ended with status 1"""
+ASSERTED = """\
+    assert rope_scaling is not None
+           ^^^^^^^^^^^^^^^^^^^^^^^^
+AssertionError
+
+Received sigquit from a child process. It usually means the child failed."""
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (IN_CHILD, "ValueError: no kernel for it"),
+        (OF_PYDANTIC, "VllmConfig: Assertion failed, Chunked prefill is required."),
+        (ASSERTED, "AssertionError: assert rope_scaling is not None"),
+        ("(EngineCore pid=7) ERROR 12-01 [core.py:1] KeyError: 'a'\nbye", "KeyError: 'a'"),
+        ("Found ulimit: can cause errors like `OSError: [Errno 24]`.\nAll is well", ""),
+        ("", ""),
+    ],
+)
+def test_the_error_that_ended_a_server_is_found_in_its_log(log: str, cause: str) -> None:
+    found = cause_of(log.splitlines())
+    assert found.endswith(cause)
+    assert bool(found) == bool(cause)
+
+
+SLIDING = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "length", "says"),
+    [
+        (
+            {"model_type": "mistral", "sliding_window": 8},
+            "cuda",
+            9,
+            "SGLang ignores the sliding window of mistral",
+        ),
+        ({"model_type": "mistral", "sliding_window": 8}, "cuda", 8, ""),
+        ({"model_type": "mistral", "sliding_window": None}, "cpu", 9, ""),
+        ({"model_type": "olmo3", **SLIDING}, "cpu", 9, "SGLang on a CPU ignores the sliding window of olmo3"),
+        ({"model_type": "olmo3", **SLIDING}, "cuda:1", 9, ""),
+        ({"model_type": "mistral3", "text_config": {"sliding_window": 8}}, "cuda", 9, "window of mistral3"),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False}, "cpu", 9, ""),
+        ({"model_type": "qwen2", "sliding_window": 8, "layer_types": ["full_attention"]}, "cpu", 9, ""),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "cpu", 9, "ignores that gemma2 caps"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "cuda", 9, ""),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": None, **SLIDING}, "cuda", 9, ""),
+    ],
+)
+def test_attention_that_sglang_ignores_is_refused(
+    tmp_path: Path, config: dict[str, object], device: str, length: int, says: str
+) -> None:
+    inner = config.get("text_config", config)
+    assert isinstance(inner, dict)
+    inner |= {"vocab_size": 8, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    facts = read_model(tmp_path)
+    if not says:
+        check_attention(facts, max_model_len=length, device=device)
+        return
+    with pytest.raises(EngineError, match=says):
+        check_attention(facts, max_model_len=length, device=device)
