@@ -143,7 +143,13 @@ HUB_FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"full_attention_interval": 4},
 }
 """Fields that `config.json` has on the hub, that servers read, and that transformers does not write."""
-PIXELS = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 64, "max_pixels": 1024}
+PIXELS: dict[str, Any] = {
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "min_pixels": 64,
+    "max_pixels": 1024,
+}
 PIXELS |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "image_processor_type": "Qwen2VLImageProcessor"}
 PROCESSORS = dict.fromkeys(("qwen2_5_vl", "qwen3_5", "qwen3_vl"), PIXELS)
 """Settings of image processors, without which vLLM serves no text either."""
