@@ -62,6 +62,7 @@ from areal_async.weights.snapshot import open_snapshot
 from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult, RequestError
 from rollout_service.engines.http.adapter import ServerSettings
 from rollout_service.engines.http.engine import HttpEngine
+from rollout_service.engines.http.process import cause_of
 from rollout_service.engines.local.core import EngineCore
 from rollout_service.engines.local.model import LocalModel
 from rollout_service.engines.sglang.adapter import SGLangAdapter
@@ -139,7 +140,12 @@ HUB_FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
     "glm4_moe": {"head_dim": 32, "partial_rotary_factor": 0.5},
-    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "minimax_m2": {
+        "rotary_dim": 32,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+    },
     "qwen3_next": {"full_attention_interval": 4},
 }
 """Fields that `config.json` has on the hub, that servers read, and that transformers does not write."""
@@ -457,7 +463,12 @@ class Family:
             finally:
                 await engine.stop()
 
-        return self._answers(requests(), asyncio.run(answers()))
+        try:
+            return self._answers(requests(), asyncio.run(answers()))
+        except EngineError as error:
+            if not (cause := cause_of(settings.log_path.read_text().splitlines())) or cause in str(error):
+                raise
+            raise EngineError(f"{str(error).rstrip('.')}. Its error is {cause}") from error
 
     @torch.no_grad()
     def _answers(self, asked: Sequence[GenerateRequest], given: Sequence[Any]) -> float:
@@ -519,7 +530,8 @@ def measured(work: Callable[[], T], folder: Path, name: str) -> T | str:
 
 def _sentence(error: Exception) -> str:
     """Return the first line of an error, without the place of a log."""
-    return first_line(error).partition(" The end of ")[0].removesuffix(".")[:400]
+    said, mark, cause = first_line(error).partition(" The end of ")[0].partition("Its error is ")
+    return f"{said}{mark}{cause.partition('. ')[0]}".removesuffix(".")[:400]
 
 
 def cells(name: str, columns: Sequence[str]) -> dict[str, float | str]:

@@ -42,8 +42,11 @@ Argv = Callable[[int], Sequence[str]]  # Return the argument vector of a server 
 
 POLL_S = 0.1
 TAIL_LINES = 15
-ERROR = re.compile(r"(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?((?:\w+\.)*\w+(?:Error|Exception)(?:: .*)?)$")
-"""Last line of a traceback, with the prefix of a log."""
+PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?")
+"""Beginning of a line of a log."""
+ERROR = re.compile(r"((?:\w+\.)*\w+(?:Error|Exception)(?:: .*)?)$")
+"""Last line of a traceback."""
+NO_CAUSE = ("root cause", "/freeze_gc", "Connection refused")
 CAUSE_LENGTH = 300
 LOG_BYTES = 256 << 10  # Bytes read from the end of its log
 STARTS = 2  # Attempts to start a server, because the port may be taken before the server binds it
@@ -62,11 +65,12 @@ def free_port() -> int:
 
 
 def cause_of(lines: Sequence[str]) -> str:
-    """Return the last error in the lines of a server's log. Empty if there is none. An error that only points
-    to the one above it does not count."""
+    """Return the last error in the lines of a server's log. Empty if there is none. Errors that only point to
+    another one, and one of every start of SGLang, do not count."""
+    lines = [PREFIX.sub("", line) for line in lines]
     for place in reversed(range(len(lines))):
         error = ERROR.match(lines[place])
-        if error is None or "root cause above" in error[1]:
+        if error is None or any(words in error[1] for words in NO_CAUSE):
             continue
         if "validation error" in error[1]:  # pydantic says on the next line what is wrong
             said = "".join(lines[place + 1 : place + 2]).partition(" [type=")[0]

@@ -135,15 +135,17 @@ IN_CHILD = """\
 Traceback (most recent call last):
 ValueError: no kernel for it
 Traceback (most recent call last):
-RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"""
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+vllm.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause."""
 OF_PYDANTIC = """\
 pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig
   Assertion failed, Chunked prefill is required. [type=assertion_error, input_value=1, input_type=int]
 python ended with status 1"""
 ASSERTED = """\
-    assert rope_scaling is not None
-           ^^^^^^^^^^^^^^^^^^^^^^^^
-AssertionError
+(EngineCore pid=7) ERROR 12-01 05:57:44 [core.py:1510]     assert rope_scaling is not None
+(EngineCore pid=7) ERROR 12-01 05:57:44 [core.py:1510]            ^^^^^^^^^^^^^^^^^^^^^^^^
+(EngineCore pid=7) ERROR 12-01 05:57:44 [core.py:1510] AssertionError
+requests.exceptions.ConnectionError: Max retries exceeded with url: /freeze_gc
 
 Received sigquit from a child process. It usually means the child failed."""
 
