@@ -38,6 +38,9 @@ CELL = 8
 MOST_CELLS = 64
 """Largest number of tokens of an image. A larger image is scaled down."""
 ENOUGH = 0.36
+SMOOTHING = 0.2
+"""Share of the probability that the model is shown for all tokens alike. An answer that it never gives could
+not be learned later."""
 STEPS = 1000
 """Largest number of steps of the training here."""
 SPREAD = 0.05
@@ -186,7 +189,7 @@ class Teacher:
 
     def loss(self, model: Any, rows: Sequence[Shown]) -> torch.Tensor:
         logits, wanted = self.scores(model, rows)
-        return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), label_smoothing=SMOOTHING)
 
     @torch.no_grad()
     def accuracy(self, model: Any, rows: Sequence[Shown]) -> float:
@@ -216,7 +219,7 @@ def make_model(train: Path, held_out: Path, out: Path, *, kind: str, seed: int, 
         loss.backward()
         optimizer.step()
         rate.step()
-        if step % 10 == 0:
+        if step % 5 == 0:
             accuracy = teacher.accuracy(model, tested)
             print(f"warm-up: step {step}, loss {loss.item():.3f}, right {accuracy:.3f}", flush=True)
             if accuracy >= enough:
