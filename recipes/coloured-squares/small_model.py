@@ -128,7 +128,7 @@ def config_of(kind: str, tokenizer: Any, tokens: int) -> Any:
 
 
 def write_files(folder: Path, kind: str, tasks: Sequence[ImageTask]) -> Any:
-    """Write the model with random weights, its tokenizer and its image processor. Return the model."""
+    """Write the tokenizer, the image processor and the config of a model. Return it with random weights."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = [text for task in tasks for text in (task.prompt.replace(IMAGE, ""), task.answer)]
     tokenizer = make_tokenizer("".join(sorted({*"".join(texts)})))
@@ -138,7 +138,8 @@ def write_files(folder: Path, kind: str, tasks: Sequence[ImageTask]) -> Any:
     longest = max(len(task.prompt) + len(task.images) * MOST_CELLS + len(task.answer) for task in tasks)
     config = config_of(kind, tokenizer, max(256, 2 * longest))
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
+    config.save_pretrained(folder)  # the weights follow when they are trained
+    (folder / "model.safetensors").unlink(missing_ok=True)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": CELL // 2,
