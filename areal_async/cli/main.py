@@ -282,9 +282,9 @@ def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = F
         from areal_async.config.load import dump_job, resolved
 
         job, found = _checked_job(job_file, overrides)
-        print_warnings(job, found)
-        job = resolved(job)
-        show(job.model_dump(mode="json"), dump_job(job).rstrip("\n"), as_json)
+        shown = resolved(job)
+        show(shown.model_dump(mode="json"), dump_job(shown).rstrip("\n"), as_json)
+        print_warnings(job, found)  # at the end, where they are seen
 
 
 Within = Annotated[

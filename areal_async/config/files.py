@@ -23,7 +23,7 @@ from areal_async.config.parallel import RankGrid
 from areal_async.config.parts import own_part_mistakes
 from areal_async.config.registry import ADVANTAGES, CHANNELS, TOOLS, WORKFLOWS
 from areal_async.config.reward_routing import Routing
-from areal_async.config.rewardcheck import part_of, reward_file_mistakes
+from areal_async.config.rewardcheck import part_of, reward_file_mistakes, truth_fault, with_those_inside
 from areal_async.data.examples import FORMS, Form, read_examples
 from areal_async.data.tasks import TaskFileError, TaskTable, read_tasks, task_file, task_row, task_rows
 from areal_async.models.files import (
@@ -44,6 +44,8 @@ from areal_async.models.files import (
 READ_WHOLE_BYTES = 16 << 20
 """Task files up to this size are checked row by row. In larger files only the first row is checked here, and
 more rows by `launch/prompt_trial.py`."""
+TRUTHS_READ = 256
+"""Most different ground truths of a file that are given to their reward."""
 OWN_CODE = re.compile(r"\S+\.py:[A-Za-z_]\w*")  # Name of user code: `path.py:name`
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 
@@ -303,15 +305,38 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> Iterator[Mistake]:
 
 
 def _truth_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]) -> Mistake | None:
-    """Refuse tasks without a ground truth if their reward needs one."""
+    """Refuse tasks without a ground truth if their reward needs one, and truths that it cannot read."""
     routing = Routing(job.reward)
-    needs = {spec.name: getattr(part_of(spec.name), "needs_truth", False) for spec in routing.specs}
-    rows = ((row, routing.of(task).name) for row, task in enumerate(tasks, 1) if task.ground_truth is None)
-    if not (found := [(row, name) for row, name in rows if needs[name]]):
-        return None
+    needs = {
+        spec.key: [name for _, name, _ in inside if getattr(part_of(name), "needs_truth", False)]
+        for spec in routing.specs
+        for inside in [with_those_inside("", spec.name, spec.args)]
+    }
+    rows = (
+        (row, needs[routing.of(task).key]) for row, task in enumerate(tasks, 1) if task.ground_truth is None
+    )
+    if not (found := [(row, names[0]) for row, names in rows if names]):
+        return _unread_truth(routing, field, path, tasks)
     problem = f"{len(found)} rows of {path} have no ground truth, which the reward {found[0][1]} needs"
     fix = "Fill in reward_model.ground_truth, or take the rows out"
     return Mistake(field, f"{problem} (the first: row {found[0][0]})", fix)
+
+
+def _unread_truth(routing: Routing, field: str, path: Path, tasks: Iterable[Task]) -> Mistake | None:
+    """Refuse ground truths that their reward cannot read, among `TRUTHS_READ` different ones."""
+    seen = set[tuple[str, str]]()
+    for row, task in enumerate(tasks, 1):
+        spec = routing.of(task)
+        key = spec.key, repr(task.ground_truth)
+        if key in seen:
+            continue
+        seen.add(key)
+        if fault := truth_fault(spec.name, spec.args, task):
+            fix = "Correct reward_model.ground_truth, or choose another reward"
+            return Mistake(field, f"row {row} of {path}: the reward {spec.name}: {fault}", fix)
+        if len(seen) == TRUTHS_READ:
+            break
+    return None
 
 
 def image_mistake(job: JobConfig, field: str, tasks: Iterable[tuple[str, Task]]) -> Mistake | None:

@@ -9,6 +9,8 @@ name. Its `Arguments` may have three further members:
 - `programs_isolated(arguments)`, if it runs programs;
 - `rewards_inside(arguments)`, if it consists of other rewards.
 
+`check_task(task, **arguments)` raises an exception for a task whose ground truth it cannot read.
+
 A user's function is looked up in the syntax tree, so no user code runs here."""
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from areal_async.base.errors import first_line
 from areal_async.base.mistakes import Mistake
 from areal_async.base.own_files import read_regular
+from areal_async.base.records import Task
 from areal_async.config.job import JobConfig
 from areal_async.config.registry import REWARDS
 from areal_async.config.reward import RewardSection, RouteSection
@@ -61,6 +65,17 @@ def with_those_inside(
     inside = getattr(getattr(part_of(name), "Arguments", None), "rewards_inside", None)
     for where, inner, given in inside(arguments) if inside is not None else ():
         yield from with_those_inside(f"{field}.args.{where}", inner, given)
+
+
+def truth_fault(name: str, arguments: Mapping[str, Any], task: Task) -> str:
+    """Return the reason why this reward cannot judge any answer to `task`. It is empty if there is none, or
+    if the reward has no `check_task`."""
+    for _, inner, given in with_those_inside("", name, arguments):
+        try:
+            getattr(part_of(inner), "check_task", lambda *_, **__: None)(task, **given)
+        except Exception as error:
+            return first_line(error)
+    return ""
 
 
 # --- rules -------------------------------------------------------------------------------------------

@@ -15,8 +15,10 @@ import msgspec
 from areal_async.base.own_files import tail_of
 from areal_async.base.processes import exit_text
 from areal_async.base.records import RunRecord
+from areal_async.config.files import READ_WHOLE_BYTES
 from areal_async.config.job import JobConfig
 from areal_async.config.trainings import FILE_KINDS
+from areal_async.data.tasks import TaskFileError, task_file, task_rows
 from areal_async.launch.lifecycle import Ending
 from areal_async.rpc.messages import BufferStats
 from areal_async.service.rank_group import LATE, LATE_START, OUT_OF_MEMORY, SILENT
@@ -109,6 +111,7 @@ def readable(line: str) -> str:
 
 
 Record = Mapping[str, Any]
+LEAST_MAJORITY = 0.1
 EDGE_STEPS = 10  # Most steps in the mean of the first and of the last rewards
 
 
@@ -155,10 +158,33 @@ def summarise(
         "restarts": dict(Counter(r["service"] for r in own if r.get("kind") == "restart")),
         "resumes": sum(record.get("kind") == "resume" for record in own),
         "held_out": held_out_name(own),
+        "held_out_majority": _majority(job) if job.kind == "rl" else None,
         "job": job.job,
         "kind": job.kind,
         "seed": job.seed,
     }
+
+
+def _majority(job: JobConfig) -> dict[str, Any] | None:
+    """Return the most frequent ground truth of the held-out tasks as `answer`, and its `share`. Without
+    learning, a constant answer may reach this accuracy. The result is None if every ground truth has a share
+    below `LEAST_MAJORITY`, if there are no such tasks, or if their file is large or cannot be read."""
+    path = job.tasks.evaluation
+    try:
+        if path is None or task_file(path).stat().st_size > READ_WHOLE_BYTES:
+            return None
+        rewards = [row["reward_model"] for _, row in task_rows(path, ("reward_model",))]
+        counts = Counter(_as_text(reward["ground_truth"]) for reward in rewards)
+    except (OSError, TaskFileError, LookupError, TypeError):  # the file is no longer as it was
+        return None
+    for answer, count in counts.most_common(1):
+        if count > 1 and (share := count / counts.total()) >= LEAST_MAJORITY:
+            return {"answer": answer, "share": round(share, 4)}
+    return None
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _of_episodes(

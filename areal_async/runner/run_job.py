@@ -381,7 +381,9 @@ def _closing_rows(job: JobConfig, result: RunResult) -> Iterator[tuple[str, str]
     summary, run_dir = result.summary, _short(result.run_dir)
     is_rl = job.kind == "rl"
     if (end := summary["accuracy_end"]) is not None:
-        yield f"held-out {summary['held_out']}", f"{summary['accuracy_start']:.3f} → {end:.3f}"
+        most = summary["held_out_majority"]
+        note = f"  ({most['share']:.3f} of the tasks have the answer {most['answer']!r:.40})" if most else ""
+        yield f"held-out {summary['held_out']}", f"{summary['accuracy_start']:.3f} → {end:.3f}{note}"
     if is_rl and (last := summary["reward_last"]) is not None:
         yield "mean reward", f"{summary['reward_first']:.3f} → {last:.3f}  (first and last steps' batches)"
     yield "steps", f"{summary['steps']} in {summary['wall_s']:.0f} s"

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from pydantic import ValidationError
@@ -32,7 +32,11 @@ from pydantic import ValidationError
 from areal_async.base.verdicts import Failure, FaultOf
 from areal_async.config.base import Section
 from reward_service.checking import describe
+from reward_service.inputs import RewardInput
 from reward_service.sdk import Abstain, RewardLoadError, reward
+
+if TYPE_CHECKING:
+    from areal_async.base.records import Task
 
 A = TypeVar("A", bound=Section)
 Judge = Callable[[Any, A], Any]
@@ -46,13 +50,16 @@ def verifier(
     *,
     prepare: Callable[[A], None] | None = None,
     needs_truth: bool = False,
+    reads_truth: bool = False,
 ) -> Callable[[Judge[A]], Callable[..., Any]]:
     """Make `judge(given, arguments)` a built-in reward that is called as `judge(given, **arguments)`.
 
     `arguments` is the class that declares the arguments, and `prepare(arguments)` does the work before the
     first call. The reward offers them as the attributes `Arguments` and `preload(**arguments)`. `preload`
     raises `RewardLoadError`. A call with invalid arguments raises `ValueError`. If `needs_truth` is true, a
-    task without ground truth is not judged.
+    task without ground truth is not judged. If `reads_truth` is true, it may have one. In both cases, the
+    reward has `check_task(task, **arguments)`, which raises an exception if no answer to the task can be
+    judged.
     """
 
     def made(judge: Judge[A]) -> Callable[..., Any]:
@@ -82,6 +89,9 @@ def verifier(
                     raise error from None
                 return Failure("exception", describe(error), fault=FaultOf.ANSWER)
 
+        def check_task(task: Task, **values: Any) -> None:
+            checked(RewardInput.to(task, response=NEUTRAL), **values)
+
         def preload(**values: Any) -> None:
             try:
                 parsed = arguments.model_validate(values)
@@ -94,6 +104,8 @@ def verifier(
         for name in ("__name__", "__qualname__", "__doc__", "__module__"):
             setattr(judged, name, getattr(judge, name))
         judged.preload = preload  # type: ignore[attr-defined]
+        if needs_truth or reads_truth:
+            judged.check_task = check_task  # type: ignore[attr-defined]
         judged.needs_truth = needs_truth  # type: ignore[attr-defined]
         return reward(arguments=arguments)(judged)
 

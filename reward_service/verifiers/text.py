@@ -47,12 +47,16 @@ def exact_match(given: RewardInput, arguments: ExactMatchArguments) -> float:
     """Return 1 if answer and ground truth are the same text, else 0.
 
     Runs of white space count as one space, and surrounding white space is removed. A ground truth that is not
-    a text is compared in Python's notation. A response without an answer at `where` is wrong.
+    a text is compared in Python's notation. A response without an answer at `where` is wrong. Raises
+    `ValueError` for a list of texts without `any_of`, which no answer could equal.
     """
+    truth = given.ground_truth
+    if isinstance(truth, list) and not arguments.any_of and any(isinstance(text, str) for text in truth):
+        raise ValueError(f"the ground truth {truth!r:.80} is a list of texts: write one text, or set any_of")
     answer = given.response if arguments.where is None else answer_of(given.spoken, arguments.where)
     if answer is None:
         return 0.0
-    wanted = accepted(given.ground_truth) if arguments.any_of else [str(given.ground_truth)]
+    wanted = accepted(truth) if arguments.any_of else [str(truth)]
     case, punctuation, articles = arguments.case, arguments.punctuation, arguments.articles
     plain, *right = (
         normalise(text, case=case, punctuation=punctuation, articles=articles) for text in (answer, *wanted)
@@ -96,7 +100,7 @@ class RegexArguments(Section):
         return self
 
 
-@verifier(RegexArguments)
+@verifier(RegexArguments, reads_truth=True)
 def regex(given: RewardInput, arguments: RegexArguments) -> float | Score | Abstain:
     """Return 1 if the pattern matches, else 0, or the reverse with `negate`.
 

@@ -216,38 +216,80 @@ def test_the_tasks_of_the_page_about_images_are_valid_for_their_small_model(tmp_
     monkeypatch.chdir(tmp_path)
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
     words = re.search(r"small_model.py (.*)", page)[1].split()
-    command = [sys.executable, ROOT / "recipes/coloured-squares/small_model.py", *words, "--enough", "0"]
+    command = [sys.executable, ROOT / "recipes/coloured-squares/small_model.py", *words, "--enough", "-1"]
     subprocess.run([*command, "--kind", kind], check=True)
     (tmp_path / "job.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
     notes = [str(each) for each in tokenizer_mistakes(load_job(tmp_path / "job.yaml")) if not each.fix]
     told = re.compile(r"images of (\d+) rows .* largest (\d+ x \d+) pixels, take (\d+) tokens each")
     assert [told.search(note).groups() for note in notes] == [
-        ("500", "224 x 224", "64"),
-        ("50", "224 x 224", "64"),
+        ("500", "224 x 224", "36"),
+        ("50", "224 x 224", "36"),
     ]
 
 
-def test_the_small_model_reads_several_images_and_refuses_rows_without_one(tmp_path, monkeypatch):
+ROW = {"prompt": "<image>, <image>?", "images": ["0.png", "1.png"], "reward_model": {"ground_truth": "yes"}}
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Return the module `small_model`, and a function that writes rows to a task file beside two images."""
     monkeypatch.syspath_prepend(ROOT / "recipes/coloured-squares")
-    small_model = importlib.import_module("small_model")
     for number, size in enumerate([(16, 16), (48, 16)]):
         Image.new("RGB", size, "red").save(tmp_path / f"{number}.png")
-    row = {
-        "prompt": "<image>, <image>?",
-        "images": ["0.png", "1.png"],
-        "reward_model": {"ground_truth": "yes"},
-    }
-    rows = [row, row | {"prompt": "?", "images": ["0.png"], "reward_model": {"ground_truth": "no"}}]
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    accuracy = small_model.make_model(path, path, tmp_path / "model", kind="qwen2_5_vl", seed=0, enough=1.0)
-    assert accuracy == 1.0
-    both = small_model.Teacher(tmp_path / "model").shown(small_model.tasks_of(path)[0])
-    assert both.grids.tolist() == [[1, 4, 4], [1, 4, 12]]
-    assert len(both.ids) == (2 + 4) + 2 + (2 + 12) + 1 + 3 + 1  # marks, cells, texts, answer, end
-    path.write_text(json.dumps(row | {"images": []}) + "\n")
-    with pytest.raises(SystemExit, match=r"train.jsonl:1: needs prompt \(a text\), images"):
+
+    def written(*rows):
+        path = tmp_path / "train.jsonl"
+        path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+        return path
+
+    return importlib.import_module("small_model"), written
+
+
+def other(truth):
+    return ROW | {"prompt": "?", "images": ["0.png"], "reward_model": {"ground_truth": truth}}
+
+
+def test_the_small_model_reads_several_images_and_whole_numbers(small, tmp_path):
+    small_model, written = small
+    path = written(*[ROW, other(7)] * 20)
+    made = tmp_path / "model"
+    assert small_model.make_model(path, path, made, kind="qwen2_5_vl", seed=0, enough=1.0) == 1.0
+    tasks = small_model.tasks_of(path)
+    assert [task.answer for task in tasks[:2]] == ["yes", "7"]
+    both = small_model.Teacher(made).shown(tasks[0])
+    assert both.grids.tolist() == [[1, 2, 2], [1, 2, 6]]
+    assert len(both.ids) == (2 + 1) + 2 + (2 + 3) + 1 + 3 + 1  # marks, cells, texts, answer, end
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (ROW | {"images": []}, r"images is \[\]. Here it must be a list of paths"),
+        (ROW | {"images": ["0.png"]}, "1 images, but 2 <image>"),
+        (ROW | {"images": ["0.png", "7.png"]}, r"the image \S+7.png cannot be read: .*No such file"),
+        (ROW | {"images": ["0.png", "train.jsonl"]}, r"the image \S+train.jsonl cannot be read: cannot identify"),
+        (ROW | {"prompt": [{"role": "user", "content": "?"}]}, r"prompt is \[.*Here it must be a text"),
+        (other(["yes"]), r"reward_model.ground_truth is \['yes'\]. Here it must be a text"),
+    ],
+)
+def test_the_small_model_refuses_a_row_by_its_number(small, row, said):
+    small_model, written = small
+    path = written(ROW, row)
+    with pytest.raises(SystemExit, match=rf"train.jsonl:2: {said}"):
         small_model.tasks_of(path)
-    path.write_text(json.dumps(row | {"images": ["0.png"]}) + "\n")
-    with pytest.raises(SystemExit, match="1 images, but 2 <image>"):
-        small_model.tasks_of(path)
+
+
+def test_a_small_model_that_learns_no_more_than_the_most_frequent_answer_leaves_no_weights(
+    small, tmp_path, monkeypatch
+):
+    small_model, written = small
+    monkeypatch.setattr(small_model, "STEPS", 10)
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "model.safetensors").write_bytes(b"of an earlier run")
+    path = written(*[other("no"), other("yes"), other("yes")] * 20)
+    with pytest.raises(SystemExit, match=r"gets 0\.\d+ of the tests right, and 0\.7\d+ are needed"):
+        small_model.make_model(path, path, made, kind="qwen3_vl", seed=0, enough=0.3)
+    assert not (made / "model.safetensors").exists()
+    with pytest.raises(SystemExit, match=r"train.jsonl: 3 rows. Give at least 40"):
+        small_model.tasks_of(written(ROW, ROW, ROW))

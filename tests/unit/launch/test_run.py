@@ -133,6 +133,20 @@ def test_the_panel_of_a_job_without_held_out_tasks_shows_its_first_and_last_rewa
     assert "held-out mean reward" in closing(job, [*STEPS, evaluation])
 
 
+def test_the_most_frequent_answer_stands_beside_the_accuracy_it_would_reach(job, tmp_path):
+    """An accuracy of 0.3 looks like success if nobody says that a constant answer reaches it."""
+    held_out = tmp_path / "held_out.jsonl"
+    rows = [{"prompt": "?", "reward_model": {"ground_truth": truth}} for truth in "3334567890"]
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judged = job.model_copy(update={"tasks": job.tasks.model_copy(update={"evaluation": held_out})})
+    accuracies = [{"kind": "evaluation", "version": n, "accuracy": n / 40} for n in (0, 12)]
+    said = "held-out accuracy: 0.000 → 0.300"
+    assert f"{said}  (0.300 of the tasks have the answer '3')" in closing(judged, [*STEPS, *accuracies])
+    for others in ("no task", "", '{"reward_model": 3}', "\n".join(map(json.dumps, rows[2:]))):
+        held_out.write_text(others)
+        assert f"{said}\n" in closing(judged, [*STEPS, *accuracies]), others
+
+
 def test_updates_that_were_left_out_are_told_at_the_end(job):
     why = "every advantage of step 3 is 0, so nothing is to be learned from it"
     made = [{**step, "updates": 0, "updates_planned": 1, "skipped": why} for step in STEPS]
