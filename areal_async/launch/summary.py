@@ -173,7 +173,7 @@ def _majority(job: JobConfig) -> dict[str, Any] | None:
     try:
         if path is None or task_file(path).stat().st_size > READ_WHOLE_BYTES:
             return None
-        rewards = [row["reward_model"] for _, row in task_rows(path, ("reward_model",))]
+        rewards = [row["reward_model"] for _, row in task_rows(path)]
         counts = Counter(_as_text(reward["ground_truth"]) for reward in rewards)
     except (OSError, TaskFileError, LookupError, TypeError):  # the file is no longer as it was
         return None

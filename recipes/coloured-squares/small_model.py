@@ -4,7 +4,7 @@
 
 A row has a `prompt` of text, a list `images` with paths beside the file, and the right answer in
 `reward_model.ground_truth`. The model has the classes of Qwen2.5-VL (or of Qwen3-VL with `--kind qwen3_vl`),
-0.6 M parameters and a token for each character of the tasks. A larger image than 96 x 96 pixels is scaled
+0.5 M parameters and a token for each character of the tasks. A larger image than 96 x 96 pixels is scaled
 down to that many, which are 36 tokens.
 
 The training here shows the model the right answers of the file `--train`, except those of its last quarter.

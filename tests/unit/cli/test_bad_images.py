@@ -267,7 +267,10 @@ def test_the_small_model_reads_several_images_and_whole_numbers(small, tmp_path)
         (ROW | {"images": []}, r"images is \[\]. Here it must be a list of paths"),
         (ROW | {"images": ["0.png"]}, "1 images, but 2 <image>"),
         (ROW | {"images": ["0.png", "7.png"]}, r"the image \S+7.png cannot be read: .*No such file"),
-        (ROW | {"images": ["0.png", "train.jsonl"]}, r"the image \S+train.jsonl cannot be read: cannot identify"),
+        (
+            ROW | {"images": ["0.png", "train.jsonl"]},
+            r"the image \S+train.jsonl cannot be read: cannot identify",
+        ),
         (ROW | {"prompt": [{"role": "user", "content": "?"}]}, r"prompt is \[.*Here it must be a text"),
         (other(["yes"]), r"reward_model.ground_truth is \['yes'\]. Here it must be a text"),
     ],

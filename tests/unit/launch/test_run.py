@@ -136,7 +136,8 @@ def test_the_panel_of_a_job_without_held_out_tasks_shows_its_first_and_last_rewa
 def test_the_most_frequent_answer_stands_beside_the_accuracy_it_would_reach(job, tmp_path):
     """An accuracy of 0.3 looks like success if nobody says that a constant answer reaches it."""
     held_out = tmp_path / "held_out.jsonl"
-    rows = [{"prompt": "?", "reward_model": {"ground_truth": truth}} for truth in "3334567890"]
+    row = {"prompt": "?", "images": ["dots.png"]}
+    rows = [row | {"reward_model": {"ground_truth": truth}} for truth in "3334567890"]
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     judged = job.model_copy(update={"tasks": job.tasks.model_copy(update={"evaluation": held_out})})
     accuracies = [{"kind": "evaluation", "version": n, "accuracy": n / 40} for n in (0, 12)]
