@@ -86,7 +86,7 @@ def prepare(out: Path, seed: int, kind: str) -> None:
     examples = different_examples(random.Random(seed), N_TRAIN + N_HELD_OUT)
     train = write_images(out, "train", examples[:N_TRAIN])
     held_out = write_images(out, "held_out", examples[N_TRAIN:])
-    make_model(train, held_out, out / "model", kind=kind, seed=seed, enough=0.2)
+    make_model(train, held_out, out / "model", kind=kind, seed=seed, enough=0.12)
     copy_files(HERE, out, "job.yaml")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,10 +21,10 @@ from areal_async.rpc.secret import RunSecret
 from areal_async.service.context import ServiceContext
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, checked_request
-from rollout_service.engines.http.adapter import AnswerReader, attached_url, read_model
+from rollout_service.engines.http.adapter import AnswerReader, ServerSettings, attached_url, read_model
 from rollout_service.engines.http.client import VersionSpan, parse_tag, stamp
 from rollout_service.engines.http.process import cause_of
-from rollout_service.engines.sglang.adapter import check_attention
+from rollout_service.engines.sglang.adapter import SGLangAdapter
 from tests.unit.gateway.fakes import VOCAB, write_chat_model
 from tests.unit.rollout.fakes import job as make_job
 
@@ -198,9 +199,10 @@ def test_attention_that_sglang_ignores_is_refused(
     assert isinstance(inner, dict)
     inner |= {"vocab_size": 8, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    facts = read_model(tmp_path)
+    own: dict[str, Any] = {"log_path": tmp_path / "log", "python": Path(sys.executable), "slots": 1}
+    settings = ServerSettings(**own, max_model_len=length, device=device)
     if not says:
-        check_attention(facts, max_model_len=length, device=device)
+        SGLangAdapter(tmp_path, settings)
         return
     with pytest.raises(EngineError, match=says):
-        check_attention(facts, max_model_len=length, device=device)
+        SGLangAdapter(tmp_path, settings)
