@@ -23,7 +23,7 @@ from areal_async.config.parallel import RankGrid
 from areal_async.config.parts import own_part_mistakes
 from areal_async.config.registry import ADVANTAGES, CHANNELS, TOOLS, WORKFLOWS
 from areal_async.config.reward_routing import Routing
-from areal_async.config.rewardcheck import part_of, reward_file_mistakes, truth_fault, with_those_inside
+from areal_async.config.rewardcheck import part_of, reward_file_mistakes, truth_fault
 from areal_async.data.examples import FORMS, Form, read_examples
 from areal_async.data.tasks import TaskFileError, TaskTable, read_tasks, task_file, task_row, task_rows
 from areal_async.models.files import (
@@ -305,38 +305,20 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> Iterator[Mistake]:
 
 
 def _truth_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]) -> Mistake | None:
-    """Refuse tasks without a ground truth if their reward needs one, and truths that it cannot read."""
-    routing = Routing(job.reward)
-    needs = {
-        spec.key: [name for _, name, _ in inside if getattr(part_of(name), "needs_truth", False)]
-        for spec in routing.specs
-        for inside in [with_those_inside("", spec.name, spec.args)]
-    }
-    rows = (
-        (row, needs[routing.of(task).key]) for row, task in enumerate(tasks, 1) if task.ground_truth is None
-    )
-    if not (found := [(row, names[0]) for row, names in rows if names]):
-        return _unread_truth(routing, field, path, tasks)
-    problem = f"{len(found)} rows of {path} have no ground truth, which the reward {found[0][1]} needs"
-    fix = "Fill in reward_model.ground_truth, or take the rows out"
-    return Mistake(field, f"{problem} (the first: row {found[0][0]})", fix)
-
-
-def _unread_truth(routing: Routing, field: str, path: Path, tasks: Iterable[Task]) -> Mistake | None:
-    """Refuse ground truths that their reward cannot read, among `TRUTHS_READ` different ones."""
-    seen = set[tuple[str, str]]()
+    """Refuse tasks whose reward needs a ground truth that is not there, or that it cannot read. Of the ground
+    truths, `TRUTHS_READ` different ones are looked at."""
+    routing, faults, found = Routing(job.reward), dict[tuple[str, str], str](), list[str]()
     for row, task in enumerate(tasks, 1):
         spec = routing.of(task)
         key = spec.key, repr(task.ground_truth)
-        if key in seen:
-            continue
-        seen.add(key)
-        if fault := truth_fault(spec.name, spec.args, task):
-            fix = "Correct reward_model.ground_truth, or choose another reward"
-            return Mistake(field, f"row {row} of {path}: the reward {spec.name}: {fault}", fix)
-        if len(seen) == TRUTHS_READ:
-            break
-    return None
+        if key not in faults and len(faults) < TRUTHS_READ:
+            faults[key] = truth_fault(spec.name, spec.args, task)
+        if fault := faults.get(key):
+            found.append(f"the first is row {row}, by the reward {spec.name}: {fault}")
+    if not found:
+        return None
+    fix = "Correct reward_model.ground_truth, take the rows out, or choose another reward"
+    return Mistake(field, f"{len(found)} rows of {path} cannot be judged; {found[0]}", fix)
 
 
 def image_mistake(job: JobConfig, field: str, tasks: Iterable[tuple[str, Task]]) -> Mistake | None:

@@ -71,8 +71,10 @@ def truth_fault(name: str, arguments: Mapping[str, Any], task: Task) -> str:
     """Return the reason why this reward cannot judge any answer to `task`. It is empty if there is none, or
     if the reward has no `check_task`."""
     for _, inner, given in with_those_inside("", name, arguments):
+        if (check := getattr(part_of(inner), "check_task", None)) is None:
+            continue
         try:
-            getattr(part_of(inner), "check_task", lambda *_, **__: None)(task, **given)
+            check(task, **given)
         except Exception as error:
             return first_line(error)
     return ""

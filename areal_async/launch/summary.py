@@ -174,17 +174,13 @@ def _majority(job: JobConfig) -> dict[str, Any] | None:
         if path is None or task_file(path).stat().st_size > READ_WHOLE_BYTES:
             return None
         rewards = [row["reward_model"] for _, row in task_rows(path)]
-        counts = Counter(_as_text(reward["ground_truth"]) for reward in rewards)
+        counts = Counter(str(reward["ground_truth"]) for reward in rewards)
     except (OSError, TaskFileError, LookupError, TypeError):  # the file is no longer as it was
         return None
     for answer, count in counts.most_common(1):
         if count > 1 and (share := count / counts.total()) >= LEAST_MAJORITY:
             return {"answer": answer, "share": round(share, 4)}
     return None
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _of_episodes(

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -57,9 +58,8 @@ def verifier(
     `arguments` is the class that declares the arguments, and `prepare(arguments)` does the work before the
     first call. The reward offers them as the attributes `Arguments` and `preload(**arguments)`. `preload`
     raises `RewardLoadError`. A call with invalid arguments raises `ValueError`. If `needs_truth` is true, a
-    task without ground truth is not judged. If `reads_truth` is true, it may have one. In both cases, the
-    reward has `check_task(task, **arguments)`, which raises an exception if no answer to the task can be
-    judged.
+    task without ground truth is not judged. With `needs_truth` or `reads_truth`, the reward has
+    `check_task(task, **arguments)`, which raises an exception if no answer to the task can be judged.
     """
 
     def made(judge: Judge[A]) -> Callable[..., Any]:
@@ -89,9 +89,6 @@ def verifier(
                     raise error from None
                 return Failure("exception", describe(error), fault=FaultOf.ANSWER)
 
-        def check_task(task: Task, **values: Any) -> None:
-            checked(RewardInput.to(task, response=NEUTRAL), **values)
-
         def preload(**values: Any) -> None:
             try:
                 parsed = arguments.model_validate(values)
@@ -105,11 +102,17 @@ def verifier(
             setattr(judged, name, getattr(judge, name))
         judged.preload = preload  # type: ignore[attr-defined]
         if needs_truth or reads_truth:
-            judged.check_task = check_task  # type: ignore[attr-defined]
-        judged.needs_truth = needs_truth  # type: ignore[attr-defined]
+            judged.check_task = partial(_check_task, checked)  # type: ignore[attr-defined]
         return reward(arguments=arguments)(judged)
 
     return made
+
+
+def _check_task(checked: Callable[..., Any], task: Task, **arguments: Any) -> None:
+    with suppress(ValidationError):  # of the arguments, which other checks name
+        found = checked(RewardInput.to(task, response=NEUTRAL), **arguments)
+        if task.ground_truth is None and isinstance(found, Abstain):
+            raise ValueError(found.reason)
 
 
 class TaskAtFault(ValueError):

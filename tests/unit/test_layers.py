@@ -119,10 +119,10 @@ def test_a_circle_is_found_by_the_moment_of_its_imports() -> None:
 
 
 MOST_CODE_LINES = {
-    "areal_async": 22_065,
+    "areal_async": 22_095,
     "rollout_service": 8_690,
     "replay_buffer": 5_935,
-    "reward_service": 7_730,
+    "reward_service": 7_735,
     "trainer_service": 10_520,
 }
 """Package → the code lines it may have. A change that exceeds one removes something. A feature that needs

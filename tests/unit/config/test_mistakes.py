@@ -140,7 +140,10 @@ WITH_TOOLS = (
         ("reward={name: math, args: {where: boxed, tolerance: 0}}",),
         ("reward={name: regex, args: {pattern: a+}}",),
         ("reward={name: weighted, args: {parts: [{name: math}, {name: gsm8k, weight: 2}]}}",),
-        ("reward={name: code_stdio, args: {sandbox: none, budget_s: 20}, timeout_s: 30}",),
+        (
+            "reward={name: code_stdio, args: {sandbox: none, budget_s: 20}, timeout_s: 30, "
+            "routes: [{data_source: '', name: exact_match}]}",
+        ),
         ("rollout.workflow=flows.py:talk",),
         ("rollout.workflow=flows.py:deep", "rollout.workflow_args={depth: 1, width: 2}"),
         ("rollout.workflow=flows.py:wide", "rollout.workflow_args={depth: 1}"),
