@@ -385,7 +385,10 @@ def _closing_rows(job: JobConfig, result: RunResult) -> Iterator[tuple[str, str]
         note = f"  ({most['share']:.3f} of the tasks have the answer {most['answer']!r:.40})" if most else ""
         yield f"held-out {summary['held_out']}", f"{summary['accuracy_start']:.3f} → {end:.3f}{note}"
     if is_rl and (last := summary["reward_last"]) is not None:
-        yield "mean reward", f"{summary['reward_first']:.3f} → {last:.3f}  (first and last steps' batches)"
+        yield (
+            "mean reward",
+            f"{summary['reward_first']:.3f} → {last:.3f}  (means of at most 10 first and last steps)",
+        )
     yield "steps", f"{summary['steps']} in {summary['wall_s']:.0f} s"
     if summary["stopped"]:
         yield "stopped", summary["stopped"]

@@ -272,6 +272,7 @@ def make_model(train: Path, held_out: Path, out: Path, *, kind: str, seed: int, 
             print(f"warm-up: step {step}, loss {loss.item():.3f}, right {accuracy:.3f}", flush=True)
             if accuracy >= wanted:
                 model.save_pretrained(out)
+                print(f"warm-up: the model is in {out}")
                 return accuracy
     raise SystemExit(
         f"After {STEPS} steps the model gets {accuracy:.3f} of the tests right, and {wanted:.3f} are needed. "

@@ -163,7 +163,8 @@ def test_updates_that_were_left_out_are_told_at_the_end(job):
 def test_what_came_out_is_told_whole_however_long_the_path(job, tmp_path, width):
     folder = tmp_path / ("a-long-name-" * 8)
     lines = closing(job, STEPS, folder, width).splitlines()
-    assert lines[:2] == ["test is done", "mean reward: 0.113 → 0.863  (first and last steps' batches)"]
+    rewards = "mean reward: 0.113 → 0.863  (means of at most 10 first and last steps)"
+    assert lines[:2] == ["test is done", rewards]
     assert f"model: {folder}/model" in lines
 
 
