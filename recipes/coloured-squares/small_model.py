@@ -276,7 +276,7 @@ def make_model(train: Path, held_out: Path, out: Path, *, kind: str, seed: int, 
                 return accuracy
     raise SystemExit(
         f"After {STEPS} steps the model gets {accuracy:.3f} of the tests right, and {wanted:.3f} are needed. "
-        "The task is too hard for so small a model: draw larger figures, fewer different answers, or more images."
+        "The task is too hard for so small a model: draw larger figures, fewer answers, or more images."
     )
 
 
