@@ -283,9 +283,8 @@ def make_model(train: Path, held_out: Path, out: Path, *, kind: str, seed: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--train", type=Path, required=True, help="task file, .jsonl")
-    parser.add_argument(
-        "--held-out", type=Path, required=True, help="task file; only its characters are read"
-    )
+    used = "task file, of which the model gets the characters and the mean colour, and learns no answer"
+    parser.add_argument("--held-out", type=Path, required=True, help=used)
     parser.add_argument("--out", type=Path, required=True, help="folder of the model")
     parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help=f"classes of the model ({KINDS[0]})")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first weights and of the order (0)")

@@ -48,7 +48,7 @@ def exact_match(given: RewardInput, arguments: ExactMatchArguments) -> float:
 
     Runs of white space count as one space, and surrounding white space is removed. A ground truth that is not
     a text is compared in Python's notation. A response without an answer at `where` is wrong. Raises
-    `ValueError` for a list of texts without `any_of`, which no answer could equal.
+    `ValueError` for a list of texts without `any_of`, because a right answer would have brackets and quotes.
     """
     truth = given.ground_truth
     if isinstance(truth, list) and not arguments.any_of and any(isinstance(text, str) for text in truth):
