@@ -5,7 +5,7 @@
 
 An image of 64 x 64 pixels has 16 cells, some of which are red, green or blue squares. A task asks how many
 squares have one of the colours: `r=` asks for the red ones. `small_model.py` makes the model and trains it
-until it counts some 40 % of the images right. The job goes on from there with the right number as
+until it counts about a third of the images right. The job goes on from there with the right number as
 its only reward.
 """
 
