@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 from pydantic import ValidationError
@@ -142,7 +142,11 @@ class BudgetSpent(BaseException):
 
 
 def within(cpu_s: float, work: Callable[[], T]) -> T:
-    """Return the result of `work`. Raises `TooCostly` once this thread has spent `cpu_s` of CPU time."""
+    """Return the result of `work`.
+
+    Raises `TooCostly` once this thread has spent `cpu_s` of CPU time. Work that ended later than this without
+    an interruption is too costly, too.
+    """
     finished, lock, thread = threading.Event(), threading.Lock(), threading.get_ident()
     clock = time.pthread_getcpuclockid(thread)
     end_s = time.clock_gettime(clock) + cpu_s
@@ -166,15 +170,21 @@ def within(cpu_s: float, work: Callable[[], T]) -> T:
                     finished.set()
                 _raise_in(thread, None)
 
-    threading.Thread(target=watch, name="budget", daemon=True).start()
+    watcher = threading.Thread(target=watch, name="budget", daemon=True)
+    result = None
     try:
         try:
-            return work()
+            watcher.start()  # the interruption may come at once
+            result = work()
         finally:
             end()
+        spent = time.clock_gettime(clock) > end_s
     except BudgetSpent:
         end()
-        raise TooCostly(f"it takes more than {cpu_s:g} s of CPU time") from None
+        spent = True
+    if spent:
+        raise TooCostly(f"it takes more than {cpu_s:g} s of CPU time")
+    return cast("T", result)
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:

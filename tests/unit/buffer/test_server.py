@@ -49,6 +49,14 @@ from tests.unit.buffer.conftest import serving
 from tests.waiting import LIMIT_S, until
 
 
+async def waiting_at(client, *requests):
+    """Calls of these requests. They were sent before another one that is answered, so the buffer has them."""
+    calls = [asyncio.create_task(client.call(request)) for request in requests]
+    await asyncio.sleep(0)
+    await client.call(Stats())
+    return calls
+
+
 async def opened(client, groups, worker="w0"):
     """A trainer opens and a worker leases: the version it serves, and what it was given."""
     tag = VersionTag("policy", (await client.call(OpenTrainer("policy", "trainer", 0))).epoch, 0)
@@ -132,7 +140,7 @@ async def test_the_ledger_decides_for_a_waiting_trainer_only_once_enough_groups_
     monkeypatch.setattr(coordinator, "GATHER_S", 600.0)
     async with serving(context()) as client:
         tag, groups = await opened(client, 2)
-        batching = asyncio.create_task(client.call(NextBatch("policy", tag.epoch, 0, wait_ms=30_000)))
+        (batching,) = await waiting_at(client, NextBatch("policy", tag.epoch, 0, wait_ms=30_000))
         for group in groups:
             await client.call(Stats())
             assert decided[NextBatch] == 0
@@ -146,15 +154,13 @@ async def test_a_newer_lease_request_of_a_worker_ends_the_wait_of_its_older_one(
     """A worker that serves a new version asks again beside its waiting request, which is of no use then."""
     async with serving(context()) as client:
 
-        def leasing(worker, version):
-            lease = Lease(worker, 1, [VersionTag("policy", 0, version)], wait_ms=20_000)
-            return asyncio.create_task(client.call(lease))
+        def lease(worker, version):
+            return Lease(worker, 1, [VersionTag("policy", 0, version)], wait_ms=20_000)
 
         while (await client.call(Lease("w0", 4, [VersionTag("policy", 0, 0)]))).groups:
             pass  # until there is no more room
-        older, other = leasing("w0", 0), leasing("w1", 0)
-        await client.call(Stats())  # both were sent before this one, and wait by the time it is answered
-        newer = leasing("w0", 1)
+        older, other = await waiting_at(client, lease("w0", 0), lease("w1", 0))
+        (newer,) = await waiting_at(client, lease("w0", 1))
         answer = await asyncio.wait_for(older, LIMIT_S)
         assert not answer.groups
         assert answer.reason
@@ -170,8 +176,9 @@ async def test_a_worker_that_drains_has_its_waiting_request_answered_and_its_mis
 ):
     async with serving(context()) as client:
         tag, groups = await opened(client, 4)
-        waiting = asyncio.create_task(client.call(Lease("w0", 1, [tag], wait_ms=20_000)))
-        other = asyncio.create_task(client.call(Lease("w1", 1, [tag], wait_ms=20_000)))
+        waiting, other = await waiting_at(
+            client, Lease("w0", 1, [tag], wait_ms=20_000), Lease("w1", 1, [tag], wait_ms=20_000)
+        )
         await put(client, groups[0].lease_id, groups[0].group_id, {1: blob(job_name, groups[0].group_id, 1)})
         await client.call(Drain("w0", "it is moved"))
         answer = await asyncio.wait_for(waiting, LIMIT_S)
@@ -192,9 +199,11 @@ async def test_a_planned_stop_of_the_buffer_answers_who_waits_and_hands_over_to_
     async with serving(ctx) as client:
         tag, groups = await opened(client, 4)
         await generate(client, blob, job_name, groups[:1])
-        leasing = asyncio.create_task(client.call(Lease("w1", 1, [tag], wait_ms=30_000)))
-        batching = asyncio.create_task(client.call(NextBatch("policy", tag.epoch, 0, wait_ms=30_000)))
-        await client.call(Stats())
+        leasing, batching = await waiting_at(
+            client,
+            Lease("w1", 1, [tag], wait_ms=30_000),
+            NextBatch("policy", tag.epoch, 0, wait_ms=30_000),
+        )
         ctx.stop.set()
         answer = await asyncio.wait_for(leasing, LIMIT_S)
         assert answer.groups == []

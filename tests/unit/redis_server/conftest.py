@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +53,7 @@ class Server:
         self.port = free_port()
         self.socket = folder / "s"
         self.process: subprocess.Popen[bytes] | None = None
+        self.served = False
 
     @property
     def url(self) -> str:
@@ -63,6 +64,19 @@ class Server:
         return redis_sync.Redis(unix_socket_path=str(self.socket), protocol=2)
 
     def start(self, before: Callable[[], None] | None = None) -> Server:
+        """Start the server. If another process took its port before its first start, take another port."""
+        self._spawn(before)
+        while not self._answers():
+            log = (self.folder / "log").read_text()
+            assert "Address already in use" in log, log
+            assert not self.served, log
+            (self.folder / "log").unlink()
+            self.port = free_port()
+            self._spawn(before)
+        self.served = True
+        return self
+
+    def _spawn(self, before: Callable[[], None] | None) -> None:
         options = {
             "port": str(self.port),
             "bind": "127.0.0.1",
@@ -80,16 +94,19 @@ class Server:
             stderr=subprocess.DEVNULL,
             preexec_fn=before,
         )
-        wait_for(self._answers, f"a redis-server that answers ({self.folder})")
-        return self
 
     def _answers(self) -> bool:
-        assert self.process is not None
-        assert self.process.poll() is None, (self.folder / "log").read_text()
-        try:
-            return bool(self.admin.ping())
-        except redis_sync.RedisError:
+        """Wait until the server answers or has ended, and return whether it answers."""
+
+        def ping() -> bool:
+            with suppress(redis_sync.RedisError):
+                return bool(self.admin.ping())
             return False
+
+        process = self.process
+        assert process is not None
+        wait_for(lambda: process.poll() is not None or ping(), f"a redis-server ({self.folder})")
+        return process.poll() is None
 
     def pause(self) -> None:
         assert self.process is not None
@@ -106,13 +123,14 @@ class Server:
 
 
 def free_port() -> int:
-    """A port that is free now, and whose cluster bus port (10000 above) exists."""
+    """A port that is free now, as is its cluster bus port (10000 above)."""
     while True:
-        with socket.socket() as probe:
+        with socket.socket() as probe, socket.socket() as bus:
             probe.bind(("127.0.0.1", 0))
             port: int = probe.getsockname()[1]
-        if port < 55_000:
-            return port
+            with suppress(OSError, OverflowError):
+                bus.bind(("127.0.0.1", port + 10_000))
+                return port
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,17 @@ def test_no_answer_makes_maths_run_into_the_deadline_of_its_call():
 
 
 def test_an_answer_that_takes_longer_than_its_budget_is_wrong_and_says_so():
+    """No comparison fits into a nanosecond, also not one whose parts sympy has in its cache."""
     preload()  # what is interrupted shall be the comparison, not an import
     formula = r"\boxed{" + "+".join(rf"\sin({i}x)\cos({i + 1}x)" for i in range(1, 12)) + "}"
     given = RewardInput(response=formula, ground_truth="x^2+1")
-    assert math(given, budget_s=0.02) == Score(0.0, {"answered": 1.0, "too_costly": 1.0})
+    for _ in range(3):
+        assert math(given, budget_s=1e-9) == Score(0.0, {"answered": 1.0, "too_costly": 1.0})
+
+
+def test_work_that_ends_beyond_its_budget_before_it_is_interrupted_is_too_costly():
+    with pytest.raises(TooCostly, match="more than 1e-09 s"):
+        within(1e-9, lambda: "done")
 
 
 def test_after_a_comparison_was_ended_the_next_ones_are_judged_as_before():
@@ -118,6 +126,14 @@ def test_a_budget_holds_in_any_thread_and_leaves_nothing_behind():
     thread.start()
     thread.join(timeout=600)
     assert ended == ["done"] * 3
+
+
+def test_an_interruption_at_any_moment_is_answered_by_too_costly():
+    """Budgets near the cost of the work, so that interruptions come before, within and after it."""
+    for budget_s in (1e-9, 1e-6, 1e-5, 1e-4):
+        for _ in range(500):
+            with suppress(TooCostly):
+                assert within(budget_s, lambda: sum(range(2_000))) == 1_999_000
 
 
 def test_what_work_raises_passes_through_its_budget():
