@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from pydantic import ValidationError
@@ -158,9 +158,8 @@ def within(cpu_s: float, work: Callable[[], T]) -> T:
                     return
             for _ in range(MOST_INTERRUPTIONS):
                 with lock:
-                    if finished.is_set():
-                        return
-                    _raise_in(thread, BudgetSpent)
+                    if not finished.is_set():
+                        _raise_in(thread, BudgetSpent)
                 finished.wait(AGAIN_S)
 
     def end() -> None:
@@ -170,26 +169,23 @@ def within(cpu_s: float, work: Callable[[], T]) -> T:
                     finished.set()
                 _raise_in(thread, None)
 
-    watcher = threading.Thread(target=watch, name="budget", daemon=True)
-    result = None
     try:
         try:
-            watcher.start()  # the interruption may come at once
+            # The interruption may come at once, so the thread starts in here.
+            threading.Thread(target=watch, name="budget", daemon=True).start()
             result = work()
         finally:
             end()
-        spent = time.clock_gettime(clock) > end_s
+        if time.clock_gettime(clock) > end_s:
+            raise BudgetSpent
+        return result
     except BudgetSpent:
         end()
-        spent = True
-    if spent:
-        raise TooCostly(f"it takes more than {cpu_s:g} s of CPU time")
-    return cast("T", result)
+        raise TooCostly(f"it takes more than {cpu_s:g} s of CPU time") from None
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
     """Raise `error` in a thread at its next step of Python code. If `error` is None, cancel an error that was
     not raised yet."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread), ctypes.py_object(error) if error is not None else None
-    )
+    raised = ctypes.py_object(error) if error is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
