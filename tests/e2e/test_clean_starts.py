@@ -10,7 +10,7 @@ import pytest
 
 from areal_async.service.fork_server import MODULE
 from tests.forks import CLEAN_VARIABLE
-from tests.processes import words_of
+from tests.processes import is_gone, words_of
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +33,7 @@ def test_services_are_forks_that_are_started_again_also_if_the_fork_server_is_ki
             (server,) = (each for each in supervisor.children() if MODULE in words_of(each))
             if name == "buffer":
                 server.kill()
+                job.wait_for(lambda pid=server.pid: is_gone(pid), "the end of the fork server")
             services[name].send_signal(signal.SIGKILL)
             job.wait_for(lambda name=name: started_again(job, name, services[name]), f"another {name}")
         run = job.end()
